@@ -46,7 +46,7 @@ def _known_state():
     """Start each test from the same seeds, with deterministic algorithms, and leave torch as it was."""
     torch.manual_seed(0)
     random.seed(0)
-    numpy.random.seed(0)  # noqa: NPY002 - the global generator is one of those that blocks draw from
+    numpy.random.seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = (
         False  # it would add operations that are counted
