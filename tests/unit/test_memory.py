@@ -1,0 +1,250 @@
+"""The meter counts exactly what lives, and leaves no trace."""
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from blockhooks import memory
+
+KIB = 1024
+
+
+def kibibytes(n):
+    return torch.empty(n * 256)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(heads.transpose(1, 2).reshape(b, t, d)), 0.1)
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def step(blocks, x):
+    for block in blocks:
+        x = block(x)
+    loss = x.square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def profiled_peak(function):
+    """The peak by the allocator's events in `torch.profiler`."""
+    from torch._C._profiler import _EventType
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            function()
+    events, todo = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = most = 0
+    for _, nbytes in sorted(events, key=lambda event: event[0]):
+        live += nbytes
+        most = max(most, live)
+    return most
+
+
+def test_peak_and_now_are_exact():
+    with memory.peak("cpu") as meter:
+        assert (meter.peak, meter.now) == (0, 0)
+        a = kibibytes(8)
+        b = kibibytes(4)
+        assert (meter.peak, meter.now) == (12 * KIB, 12 * KIB)
+        del a
+        assert (meter.peak, meter.now) == (12 * KIB, 4 * KIB)
+        c = kibibytes(2)
+        assert (meter.peak, meter.now) == (12 * KIB, 6 * KIB)
+    del b, c
+    assert (meter.peak, meter.now) == (12 * KIB, 6 * KIB)
+
+
+def test_views_and_results_in_place_are_not_counted():
+    a = kibibytes(8)
+    with memory.peak("cpu") as meter:
+        kept = [a.view(-1, 2), a.add_(1), a[3:], a.detach(), torch.add(a, 1, out=a)]
+        parts = a.chunk(4)
+        assert meter.peak == 0
+        copy = a.clone()
+        more = [copy.t(), *copy.chunk(2)]
+        assert meter.now == 8 * KIB
+        del copy
+        assert meter.now == 8 * KIB
+        del more
+        assert meter.now == 0
+    assert len(kept) + len(parts) == 9
+
+
+def test_results_in_tuples_are_counted():
+    x = torch.randn(256)
+    with memory.peak("cpu") as meter:
+        values, indices = x.sort()
+        assert meter.now == 256 * 4 + 256 * 8
+        del values, indices
+    assert meter.now == 0
+
+
+def test_peak_of_a_step_is_that_of_the_profiler():
+    blocks = nn.ModuleList(Block(64) for _ in range(4))
+    x = torch.randn(2, 128, 64, requires_grad=True)
+    step(blocks, x)  # so that gradients are there
+    with memory.peak("cpu") as meter:
+        step(blocks, x)
+    expected = profiled_peak(lambda: step(blocks, x))
+    assert abs(meter.peak - expected) <= 0.01 * expected
+    assert meter.now == 0
+
+
+def test_a_measured_step_is_the_plain_step():
+    results = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block(64) for _ in range(2))
+        x = torch.randn(2, 32, 64, requires_grad=True)
+        if measured:
+            with memory.peak("cpu", timeline=True):
+                loss = step(blocks, x)
+        else:
+            loss = step(blocks, x)
+        grads = [parameter.grad for parameter in blocks.parameters()]
+        results.append([loss, x.grad, *grads, torch.get_rng_state()])
+    assert all(map(torch.equal, *results))
+
+
+def test_nested_meters_count_each_from_its_own_beginning():
+    with memory.peak("cpu") as outer:
+        a = kibibytes(8)
+        with memory.peak("cpu") as first:
+            b = kibibytes(4)
+            del b
+            del a
+        assert (first.peak, first.now) == (4 * KIB, -8 * KIB)
+        with memory.peak("cpu") as second:
+            c = kibibytes(2)
+        assert (second.peak, second.now) == (2 * KIB, 2 * KIB)
+        assert (outer.peak, outer.now) == (12 * KIB, 2 * KIB)
+        del c
+    assert (outer.peak, outer.now) == (12 * KIB, 0)
+
+
+def test_meters_that_overlap_may_end_in_any_order():
+    outer, inner = memory.peak("cpu"), memory.peak("cpu")
+    outer.__enter__()
+    inner.__enter__()
+    a = kibibytes(8)
+    outer.__exit__(None, None, None)
+    b = kibibytes(4)
+    inner.__exit__(None, None, None)
+    assert (outer.peak, inner.peak) == (8 * KIB, 12 * KIB)
+    assert _get_current_dispatch_mode() is None
+    del a, b
+
+
+def test_nothing_is_left_behind_also_after_an_error():
+    storages, meter = [], memory.peak("cpu")
+
+    def fail():
+        with meter:
+            storages.append(kibibytes(8).untyped_storage())
+            raise ZeroDivisionError("by zero")
+
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        fail()
+    assert _get_current_dispatch_mode() is None
+    assert meter.now == 8 * KIB
+    gc.collect()
+    assert gc.get_referrers(storages[0]) == [storages]
+    with memory.peak("cpu") as again:
+        assert again.now == 0
+
+
+def test_each_thread_has_its_own_meters():
+    seen = []
+
+    def work():
+        with memory.peak("cpu") as inner:
+            a = kibibytes(4)
+            seen.append((inner.peak, inner.now))
+            del a
+
+    with memory.peak("cpu") as outer:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert outer.peak == 0
+    assert seen == [(4 * KIB, 4 * KIB)]
+
+
+def test_a_tensor_freed_by_another_thread_is_discounted():
+    box = []
+    with memory.peak("cpu") as meter:
+        box.append(kibibytes(4))
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+        assert meter.now == 0
+
+
+def test_timeline_tells_each_change_with_its_time():
+    with memory.peak("cpu", timeline=True) as meter:
+        a = kibibytes(8)
+        b = kibibytes(4)
+        del a
+        del b
+    times = [time for time, _ in meter.timeline]
+    assert times == sorted(times)
+    assert [live for _, live in meter.timeline] == [0, 8 * KIB, 12 * KIB, 4 * KIB, 0]
+    with memory.peak("cpu") as plain:
+        kibibytes(8)
+    assert plain.timeline == []
+
+
+def test_a_meter_may_be_used_again():
+    meter = memory.peak("cpu", timeline=True)
+    for kib in (8, 4):
+        with meter:
+            kibibytes(kib)
+        assert (meter.peak, meter.now, len(meter.timeline)) == (kib * KIB, 0, 3)
+
+
+def test_goes_together_with_other_dispatch_modes():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a = torch.randn(16, 16)
+    with memory.peak("cpu") as meter, FlopCounterMode(display=False) as counter:
+        b = a @ a
+    assert counter.get_total_flops() == 2 * 16**3
+    assert meter.now == b.nbytes
+
+
+@pytest.mark.cuda
+def test_device_meters_nest():
+    with memory.peak() as outer:
+        a = torch.empty(1 << 20, device="cuda", dtype=torch.uint8)
+        with memory.peak("cuda", timeline=True) as inner:
+            torch.empty(1 << 21, device="cuda", dtype=torch.uint8)
+        assert (inner.peak, inner.now) == (1 << 21, 0)
+        assert max(live for _, live in inner.timeline) == 1 << 21
+        assert outer.peak == 3 << 20
+        assert outer.now == 1 << 20
+        del a
+    assert (outer.peak, outer.now) == (3 << 20, 0)
