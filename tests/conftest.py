@@ -48,9 +48,8 @@ def _known_state():
     random.seed(0)
     numpy.random.seed(0)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # it would add operations that are counted
-    )
+    # Filling would add operations that are counted.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)

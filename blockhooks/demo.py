@@ -1,0 +1,550 @@
+"""The main job: train a byte-level GPT on Python's own source files, plain and hooked in turn, and compare the bits.
+
+Each step is taken once in every *way*: by the plain loop, and through hook chains. All ways begin with the same
+weights and draw the same random numbers, so each loss and each gradient has to be the same, bit for bit. Afterwards one
+more step of each way is measured for the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from blockhooks import memory
+from blockhooks.apply import apply_blocks
+from blockhooks.chain import HookChain
+from blockhooks.errors import BlockhooksError, import_extra
+from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.profile import Profile
+from blockhooks.hooks.rng import RNGSnapshot
+from blockhooks.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["GPT", "OptionError", "Options", "Way", "run"]
+
+HEAD_WIDTH = 32
+CORPUS_BYTES = 4 << 20
+MIB = 1 << 20
+
+
+class OptionError(BlockhooksError, ValueError):
+    """An option of the demo has a value that does not fit; the message names the option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train, on what, and where the results go.
+
+    Args:
+        steps: Training steps, each taken in every way.
+        layers: Number of blocks.
+        width: Width of the hidden state, a multiple of 32.
+        seq: Bytes of text in a sequence.
+        batch: Sequences in a batch.
+        device: A torch device, such as ``"cpu"`` or ``"cuda"``.
+        seed: Seed of weights, dropout and the choice of text.
+        text: A file, or a folder whose ``*.py`` files are read; by default Python's standard library.
+        out: Folder for the picture, the trace and the figures.
+        memory_budget: Budget of the third way, as a fraction of the plain run's activation peak; 0 leaves it out.
+
+    Raises:
+        OptionError: If a value does not fit.
+    """
+
+    steps: int = 20
+    layers: int = 8
+    width: int = 256
+    seq: int = 256
+    batch: int = 8
+    device: str = "cpu"
+    seed: int = 0
+    text: Path | None = None
+    out: Path = Path("blockhooks-demo")
+    memory_budget: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "layers", "width", "seq", "batch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"--{name}: expected at least 1, found {getattr(self, name)}")
+        if self.width % HEAD_WIDTH:
+            raise OptionError(
+                f"--width: expected a multiple of {HEAD_WIDTH} (the width of an attention head), found {self.width}"
+            )
+        if not 0 <= self.memory_budget <= 1:
+            raise OptionError(
+                "--memory-budget: expected a fraction of the plain run's peak in (0, 1], or 0 to leave it out, "
+                f"found {self.memory_budget}"
+            )
+        if self.text is not None and not self.text.exists():
+            raise OptionError(f"--text: no file or folder at {self.text}")
+        if self.out.exists() and not self.out.is_dir():
+            raise OptionError(f"--out: expected a folder, found a file at {self.out}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise OptionError(
+                f"--device: {self.device!r} cannot be used here ({reason}); 'cpu' always can"
+            ) from error
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def read_text(options: Options) -> Tensor:
+    """Read the bytes to train on.
+
+    Returns:
+        At most 4 MiB of text, as int64 of shape ``(bytes,)``.
+
+    Raises:
+        OptionError: If there is less text than one sequence needs.
+    """
+    source = options.text or Path(sysconfig.get_path("stdlib"))
+    data = bytearray()
+    for path in [source] if source.is_file() else sorted(source.glob("*.py")):
+        data += path.read_bytes()
+        if len(data) >= CORPUS_BYTES:
+            break
+    if len(data) < options.seq + 2:
+        raise OptionError(
+            f"--text: {source} holds {len(data)} bytes, a sequence needs {options.seq + 2}; "
+            "give more text or a shorter --seq"
+        )
+    return torch.frombuffer(data[:CORPUS_BYTES], dtype=torch.uint8).long()
+
+
+def batches(text: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of input and target bytes, each of shape ``(batch, seq)``, without an end."""
+    generator = torch.Generator().manual_seed(options.seed)
+    steps = torch.arange(options.seq + 1)
+    while True:
+        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=generator)
+        windows = text[starts + steps].to(options.device)
+        yield windows[:, :-1], windows[:, 1:]
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: causal attention, then an MLP, each with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x to x, of shape ``(B, T, D)``."""
+        heads = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH))
+        query, key, value = heads.transpose(1, 3).unbind(2)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.attention_out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x)))))
+
+
+class GPT(nn.Module):
+    """A byte-level language model whose blocks run in the plain loop or through a hook chain."""
+
+    def __init__(self, layers: int, width: int, seq: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(seq, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, ids: Tensor, hooks: HookChain | None = None) -> Tensor:
+        """Predict the next byte at each place.
+
+        Args:
+            ids: Bytes, of shape ``(B, T)``.
+            hooks: The chain to run the blocks through; None is the plain loop.
+
+        Returns:
+            Logits of shape ``(B, T, 256)``.
+        """
+        x = self.bytes(ids) + self.positions.weight[: ids.shape[1]]
+        if hooks is None:
+            for block in self.blocks:
+                x = block(x)
+        else:
+            x = apply_blocks(self.blocks, x, hooks=hooks)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One training step in one way.
+
+    Attributes:
+        loss: Mean cross-entropy per byte, in nats.
+        seconds: Wall time of forward and backward.
+        gradients: How many gradients there are.
+        equal: How many of them have the bits of the first way's.
+        random_equal: Whether the generator's state afterwards is the first way's.
+    """
+
+    loss: float
+    seconds: float
+    gradients: int
+    equal: int
+    random_equal: bool
+
+
+class Way:
+    """One way to run the same training: a model, its optimizer, and what its steps were.
+
+    Args:
+        name: What it is called in tables and pictures.
+        options: The options of the demo.
+        plugins: Plugins of the hook chain; None is the plain loop.
+    """
+
+    def __init__(self, name: str, options: Options, plugins: Sequence[object] | None) -> None:
+        self.name = name
+        self.plugins = plugins
+        self.hooks = None if plugins is None else HookChain(plugins)
+        torch.manual_seed(options.seed)
+        self.model = GPT(options.layers, options.width, options.seq).to(options.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.steps: list[Step] = []
+        self.timeline = Timeline()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the last step, in the order of the parameters."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def forward(self, ids: Tensor, targets: Tensor, hooks: HookChain | None) -> Tensor:
+        """Return the loss of a batch."""
+        return functional.cross_entropy(self.model(ids, hooks).flatten(0, 1), targets.flatten())
+
+    def step(self, batch: tuple[Tensor, Tensor], seed: int, first: Way) -> None:
+        """Take a training step and compare it with the first way's."""
+        # Gradients stay allocated from step to step, so that what a step allocates is its activations.
+        self.optimizer.zero_grad(set_to_none=False)
+        torch.manual_seed(seed)
+        began = clock(batch[0])
+        loss = self.forward(*batch, self.hooks)
+        loss.backward()
+        seconds = (clock(batch[0]) - began) / 1e9
+        self.random_state = torch.get_rng_state()
+        gradients = self.gradients()
+        self.steps.append(
+            Step(
+                loss=loss.item(),
+                seconds=seconds,
+                gradients=len(gradients),
+                equal=sum(map(torch.equal, gradients, first.gradients())),
+                random_equal=torch.equal(self.random_state, first.random_state),
+            )
+        )
+        self.optimizer.step()
+
+    def measure(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Take one more step, without an update, and record its live bytes over time."""
+        spans = Spans()
+        # Outermost, so that a span covers all that the chain does for a block.
+        hooks = None if self.plugins is None else HookChain([spans, *self.plugins])
+        self.optimizer.zero_grad(set_to_none=False)
+        with memory.peak(batch[0].device, timeline=True) as meter:
+            began = time.perf_counter_ns()
+            loss = self.forward(*batch, hooks)
+            forward_done = clock(batch[0])
+            loss.backward()
+            done = clock(batch[0])
+        self.timeline = Timeline(
+            peak=meter.peak,
+            live=[(at - began, live) for at, live in meter.timeline],
+            forward_done=forward_done - began,
+            done=done - began,
+            recomputes=[(start - began, stop - began) for start, stop in spans.recomputes],
+        )
+
+
+class Spans:
+    """An observer that notes when blocks are recomputed."""
+
+    def __init__(self) -> None:
+        self.recomputes: list[tuple[int, int]] = []
+
+    @hookimpl(wrapper=True)
+    def run_block(self, recomputing: bool) -> Any:
+        """Note the time around a block that is recomputed, also when an early stop ends it (R5)."""
+        began = time.perf_counter_ns()
+        try:
+            return (yield)
+        finally:
+            if recomputing:
+                self.recomputes.append((began, time.perf_counter_ns()))
+
+
+@dataclass
+class Timeline:
+    """Live bytes of one step over time; times in ns from its beginning.
+
+    Attributes:
+        peak: The most bytes that were live at once.
+        live: Pairs of time and live bytes, one for each change.
+        forward_done: When the forward ended.
+        done: When the backward ended.
+        recomputes: Begin and end of each recompute of a block.
+    """
+
+    peak: int = 0
+    live: list[tuple[int, int]] = field(default_factory=list)
+    forward_done: int = 0
+    done: int = 0
+    recomputes: list[tuple[int, int]] = field(default_factory=list)
+
+    def phase(self, at: int) -> str:
+        """Tell whether a time lies in the forward, in a recompute or in the backward."""
+        if at < self.forward_done:
+            return "forward"
+        if any(start <= at < stop for start, stop in self.recomputes):
+            return "recompute"
+        return "backward"
+
+
+def clock(tensor: Tensor) -> int:
+    """Read the time in ns, once the tensor's device has done its work."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)
+    return time.perf_counter_ns()
+
+
+def time_ratio(way: Way, first: Way) -> float:
+    """Return the median over the steps of a way's time by the first way's; the first step warms up."""
+    pairs = list(zip(way.steps, first.steps, strict=True))
+    return statistics.median(a.seconds / b.seconds for a, b in pairs[1:] or pairs)
+
+
+def bit_equal(way: Way, first: Way) -> bool:
+    """Tell whether every loss, gradient and random state of a way is the first way's."""
+    return all(
+        a.loss == b.loss and a.equal == a.gradients == b.gradients and a.random_equal
+        for a, b in zip(way.steps, first.steps, strict=True)
+    )
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def figures(options: Options, ways: Sequence[Way], profile: dict[str, Any]) -> dict[str, Any]:
+    """Collect all that was found, ready for JSON."""
+    first = ways[0]
+    return {
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(options).items()
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "ways": {
+            way.name: {
+                "bit_equal": bit_equal(way, first),
+                "peak_bytes": way.timeline.peak,
+                "peak_ratio": way.timeline.peak / first.timeline.peak,
+                "time_ratio": time_ratio(way, first),
+                "steps": [asdict(step) for step in way.steps],
+                "hooks": [] if way.plugins is None else [type(p).__name__ for p in way.plugins],
+            }
+            for way in ways
+        },
+        "profile": profile,
+    }
+
+
+def loss_table(ways: Sequence[Way]) -> Table:
+    """Show the loss of each step, side by side."""
+    table = import_extra("rich.table", "demo", "the demo").Table(
+        title="Loss of each step (nats per byte)"
+    )
+    table.add_column("step", justify="right")
+    for way in ways:
+        table.add_column(way.name, justify="right")
+    table.add_column("gradients bit-equal", justify="right")
+    for number, steps in enumerate(zip(*(way.steps for way in ways), strict=True), start=1):
+        compared = steps[1:]
+        equal, gradients = sum(s.equal for s in compared), sum(s.gradients for s in compared)
+        table.add_row(str(number), *(f"{s.loss:.9f}" for s in steps), f"{equal} of {gradients}")
+    return table
+
+
+def summary_table(ways: Sequence[Way]) -> Table:
+    """Show what each way costs, and whether it is bit for bit the plain loop."""
+    table = import_extra("rich.table", "demo", "the demo").Table(title="Memory and time of a step")
+    table.add_column("")
+    for heading in ("activation peak", "of plain", "step time", "of plain", "bit for bit"):
+        table.add_column(heading, justify="right")
+    first = ways[0]
+    for way in ways:
+        median = statistics.median(step.seconds for step in way.steps)
+        table.add_row(
+            way.name,
+            f"{way.timeline.peak / MIB:.1f} MiB",
+            f"{way.timeline.peak / first.timeline.peak:.0%}",
+            f"{median * 1e3:.0f} ms",
+            f"{time_ratio(way, first):.2f}",
+            "" if way is first else "yes" if bit_equal(way, first) else "NO",
+        )
+    return table
+
+
+WRITTEN = {
+    "memory.png": "live activations over one step of each way",
+    "trace.json": "the blocks over time; open it at https://ui.perfetto.dev",
+    "figures.json": "all figures",
+}
+COLORS = {"forward": "#0072b2", "recompute": "#e69f00", "backward": "#56b4e9"}
+HATCHES = {"forward": None, "recompute": "////", "backward": None}
+
+
+def draw(ways: Sequence[Way], path: Path) -> None:
+    """Draw the live activation bytes of each way over one step, one panel below the other, as a PNG."""
+    figure_type = import_extra("matplotlib.figure", "demo", "drawing the picture").Figure
+    patch = import_extra("matplotlib.patches", "demo", "drawing the picture").Patch
+    figure = figure_type(figsize=(10, 1.2 + 2.3 * len(ways)), dpi=160, layout="constrained")
+    panels = figure.subplots(len(ways), sharex=True, sharey=True, squeeze=False)[:, 0]
+    top = max(way.timeline.peak for way in ways) / MIB
+    for axes, way in zip(panels, ways, strict=True):
+        draw_panel(axes, way, ways[0])
+        axes.set_ylim(0, top * 1.18)
+        axes.set_xlim(0, max(w.timeline.done for w in ways) / 1e6)
+    panels[-1].set_xlabel("time since the step began (ms)")
+    figure.supylabel("live activations (MiB)", fontsize=10)
+    figure.suptitle("One training step: what is alive, and when", fontsize=13, fontweight="bold")
+    figure.legend(
+        handles=[
+            patch(facecolor=COLORS[name], hatch=HATCHES[name], edgecolor="white", label=name)
+            for name in COLORS
+        ],
+        loc="outside lower center",
+        ncols=len(COLORS),
+        frameon=False,
+    )
+    figure.savefig(path)
+
+
+def draw_panel(axes: Any, way: Way, first: Way) -> None:
+    """Fill the area below the live bytes of one way, coloured by phase."""
+    timeline = way.timeline
+    times = [at / 1e6 for at, _ in timeline.live]
+    live = [amount / MIB for _, amount in timeline.live]
+    phases = [timeline.phase(at) for at, _ in timeline.live]
+    for name, color in COLORS.items():
+        axes.fill_between(
+            times,
+            live,
+            where=[phase == name for phase in phases],
+            step="post",
+            facecolor=color,
+            edgecolor="white",
+            hatch=HATCHES[name],
+            linewidth=0,
+        )
+    axes.step(times, live, where="post", color="#222222", linewidth=0.7)
+    axes.axvline(timeline.forward_done / 1e6, color="#222222", linewidth=0.8, linestyle=":")
+    peak = timeline.peak / MIB
+    axes.axhline(peak, color="#222222", linewidth=0.8, linestyle="--")
+    share = "" if way is first else f", {timeline.peak / first.timeline.peak:.0%} of {first.name}"
+    axes.annotate(
+        f"peak {peak:.0f} MiB{share}",
+        xy=(0.995, peak),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
+    axes.set_title(way.name, loc="left", fontsize=10, fontweight="bold")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def make_ways(options: Options, profile: Profile) -> list[Way]:
+    """Build the ways to compare, the plain loop first."""
+    ways = [
+        Way("plain", options, None),
+        Way("checkpoint", options, [Checkpoint(), profile, RNGSnapshot()]),
+    ]
+    if options.memory_budget:
+        name = f"budget {options.memory_budget:.0%}"
+        ways.append(Way(name, options, [Checkpoint(memory_budget=options.memory_budget)]))
+    return ways
+
+
+def train(options: Options, ways: Sequence[Way], advance: Callable[[], None]) -> None:
+    """Take every step in every way in turn."""
+    stream = batches(read_text(options), options)
+    for number, batch in zip(range(options.steps), stream, strict=False):
+        for way in ways:
+            way.step(batch, options.seed + number, ways[0])
+            advance()
+
+
+def run(options: Options, console: Console) -> bool:
+    """Run the demo: train, show the tables, write the files.
+
+    Args:
+        options: What to train.
+        console: Where tables and the progress bar go.
+
+    Returns:
+        Whether every loss, every gradient and every random state was bit for bit the plain loop's.
+    """
+    progress = import_extra("rich.progress", "demo", "the demo")
+    profile = Profile()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with progress.Progress(console=console, transient=True) as bar:
+        ways = make_ways(options, profile)
+        task = bar.add_task("training", total=(options.steps + 1) * len(ways))
+        advance = partial(bar.advance, task)
+        train(options, ways, advance)
+        # Before the measured steps: the meter slows them down, and a profile of it would show that.
+        blocks = {"table": profile.table(), "figures": profile.to_dict()}
+        profile.chrome_trace(options.out / "trace.json")
+        batch = next(batches(read_text(options), options))
+        for way in ways:
+            way.measure(batch)
+            advance()
+    draw(ways, options.out / "memory.png")
+    found = figures(options, ways, blocks["figures"])
+    (options.out / "figures.json").write_text(json.dumps(found, indent=2) + "\n")
+    console.print(loss_table(ways), summary_table(ways), blocks["table"])
+    for name, meaning in WRITTEN.items():
+        console.print(f"{options.out / name}: {meaning}", highlight=False, soft_wrap=True)
+    return all(bit_equal(way, ways[0]) for way in ways)
