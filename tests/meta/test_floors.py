@@ -7,13 +7,13 @@ import pytest
 from tests.meta.source import modules, own_imports
 
 FLOORS = (
-    ("errors", "plan", "structure"),
-    ("recompute", "memory"),
+    ("errors", "plan", "structure", "report"),
+    ("recompute", "memory", "timeline"),
     ("hookspecs", "run"),
     ("hooks",),
     ("chain",),
     ("apply", "checkpointing", "modules"),
-    ("attach", "models", "budget", "report"),
+    ("attach", "models", "budget"),
     ("testing", "pytest_plugin", "verify", "integrations"),
     ("cli", "__main__", "demo"),
 )
