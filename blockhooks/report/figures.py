@@ -1,0 +1,276 @@
+"""The figures of a profile: what each block cost, over any number of steps, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+__all__ = ["PHASES", "BlockStep", "Figures", "StepFigures", "compare"]
+
+PHASES: Final = ("forward", "recompute", "backward")
+
+# Steps that are remembered one by one: enough for a p95 that is within a few points of the true one.
+SAMPLE: Final = 512
+# Steps at the beginning and at the end that are compared for drift, and the factors that are told.
+WINDOW: Final = 16
+DRIFT_FACTOR: Final = 1.5
+OUTLIER_FACTOR: Final = 2.0
+OUTLIERS: Final = 16
+
+
+@dataclass(slots=True)
+class BlockStep:
+    """What one block did in one step.
+
+    Attributes:
+        index: The block's index in its run.
+        name: Its readable name.
+        mode: What became of what autograd saved: ``"keep"``, or the mode of the segment that did not keep it.
+        ms: Milliseconds of forward, recompute and backward; time within another block is that block's alone.
+        calls: Executions in each of these phases.
+        kept_bytes: Distinct storages that autograd keeps for this block besides x, parameters and side inputs.
+        dropped_bytes: The same that a segment dropped, to be recomputed, or moved elsewhere.
+        x_bytes: Bytes of the block's input that are kept for it or for the segment that begins with it.
+        peak_bytes: Most bytes live while it was executing, where that was measured.
+        flops: Floating-point operations in each phase, where they were counted.
+    """
+
+    index: int
+    name: str
+    mode: str = "keep"
+    ms: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    calls: list[int] = field(default_factory=lambda: [0, 0, 0])
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    x_bytes: int = 0
+    peak_bytes: int | None = None
+    flops: list[int] | None = None
+
+
+@dataclass(slots=True)
+class StepFigures:
+    """What one step cost.
+
+    Attributes:
+        number: The step's number, from 0, with those that were not recorded.
+        wall_ms: From the beginning of the first run to the end of the last backward.
+        blocks: What each block did, by name.
+    """
+
+    number: int
+    wall_ms: float
+    blocks: dict[str, BlockStep]
+
+    def sums_ms(self) -> list[float]:
+        """Milliseconds of all blocks in each phase, and of the rest."""
+        sums = [sum(block.ms[phase] for block in self.blocks.values()) for phase in range(3)]
+        return [*sums, self.wall_ms - sum(sums)]
+
+
+@dataclass(slots=True)
+class _Total:
+    """Sums over all steps for one block."""
+
+    last: BlockStep
+    ms: list[float]
+    calls: list[int]
+
+    def add(self, block: BlockStep) -> None:
+        peak, flops = self.last.peak_bytes, self.last.flops
+        self.last = block
+        # Not every step measures these, and they are the same in every one.
+        block.peak_bytes = peak if block.peak_bytes is None else block.peak_bytes
+        block.flops = flops if block.flops is None else block.flops
+        for phase in range(3):
+            self.ms[phase] += block.ms[phase]
+            self.calls[phase] += block.calls[phase]
+
+
+class Figures:
+    """Statistics over steps; their size depends on the number of blocks, not on that of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._wall_ms = 0.0
+        self._totals: dict[str, _Total] = {}
+        self._sample: list[StepFigures] = []
+        self._early: list[StepFigures] = []
+        self._late: deque[StepFigures] = deque(maxlen=WINDOW)
+        self._outliers: deque[dict[str, Any]] = deque(maxlen=OUTLIERS)
+        # A generator of its own: a profile must not draw from the user's.
+        self._random = random.Random(0)
+
+    def add(self, step: StepFigures) -> None:
+        """Take in one more step."""
+        self._note_outliers(step)
+        self.steps += 1
+        self._wall_ms += step.wall_ms
+        for name, block in step.blocks.items():
+            if name in self._totals:
+                self._totals[name].add(block)
+            else:
+                self._totals[name] = _Total(block, list(block.ms), list(block.calls))
+        if len(self._early) < WINDOW:
+            self._early.append(step)
+        self._late.append(step)
+        if len(self._sample) < SAMPLE:
+            self._sample.append(step)
+        elif (place := self._random.randrange(self.steps)) < SAMPLE:
+            self._sample[place] = step
+
+    def _note_outliers(self, step: StepFigures) -> None:
+        if len(self._late) < WINDOW:
+            return
+        for name, block in step.blocks.items():
+            for phase, ms in zip(PHASES, block.ms, strict=True):
+                usual = _median_ms(self._late, name, PHASES.index(phase))
+                if usual and ms > OUTLIER_FACTOR * usual:
+                    self._outliers.append(
+                        {
+                            "step": step.number,
+                            "block": name,
+                            "phase": phase,
+                            "ms": ms,
+                            "usual_ms": usual,
+                        }
+                    )
+
+    def drift(self) -> list[dict[str, Any]]:
+        """Return the blocks that became slower since the beginning, with medians of the first and the last steps."""
+        if self.steps < 2 * WINDOW:
+            return []
+        found = []
+        for name in self._totals:
+            for index, phase in enumerate(PHASES):
+                before = _median_ms(self._early, name, index)
+                now = _median_ms(self._late, name, index)
+                if before and now > DRIFT_FACTOR * before:
+                    found.append(
+                        {"block": name, "phase": phase, "first_ms": before, "last_ms": now}
+                    )
+        return found
+
+    def blocks(self) -> list[dict[str, Any]]:
+        """Return the figures of each block; times are per step."""
+        return [self._block(name, total) for name, total in self._totals.items()]
+
+    def _block(self, name: str, total: _Total) -> dict[str, Any]:
+        last = total.last
+        samples = [step.blocks[name].ms for step in self._sample if name in step.blocks]
+        return {
+            "index": last.index,
+            "name": name,
+            "mode": last.mode,
+            "calls": dict(zip(PHASES, total.calls, strict=True)),
+            "ms": {
+                phase: _spread(total.ms[i] / self.steps, [ms[i] for ms in samples])
+                for i, phase in enumerate(PHASES)
+            },
+            "kept_bytes": last.kept_bytes,
+            "dropped_bytes": last.dropped_bytes,
+            "x_bytes": last.x_bytes,
+            "peak_bytes": last.peak_bytes,
+            "flops": None if last.flops is None else dict(zip(PHASES, last.flops, strict=True)),
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Return the figures of a whole step."""
+        lasts = [total.last for total in self._totals.values()]
+        sums = [sum(total.ms[i] for total in self._totals.values()) for i in range(3)]
+        sums.append(self._wall_ms - sum(sums))
+        columns = list(zip(*(step.sums_ms() for step in self._sample), strict=True))
+        ms = {
+            phase: _spread(
+                sums[i] / self.steps if self.steps else 0.0, columns[i] if columns else []
+            )
+            for i, phase in enumerate((*PHASES, "rest"))
+        }
+        ms["wall"] = _spread(
+            self._wall_ms / self.steps if self.steps else 0.0,
+            [step.wall_ms for step in self._sample],
+        )
+        flops = [last.flops for last in lasts if last.flops is not None]
+        peaks = [last.peak_bytes for last in lasts if last.peak_bytes is not None]
+        return {
+            "ms": ms,
+            "kept_bytes": sum(last.kept_bytes for last in lasts),
+            "dropped_bytes": sum(last.dropped_bytes for last in lasts),
+            "x_bytes": sum(last.x_bytes for last in lasts),
+            "peak_bytes": max(peaks, default=None),
+            "model_flops": sum(f[0] + f[2] for f in flops) if flops else None,
+            "hardware_flops": sum(map(sum, flops)) if flops else None,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain numbers, strings, lists and dicts."""
+        return {
+            "steps": self.steps,
+            "totals": self.totals(),
+            "blocks": self.blocks(),
+            "drift": self.drift(),
+            "outliers": list(self._outliers),
+        }
+
+
+def _median_ms(steps: Iterable[StepFigures], name: str, phase: int) -> float:
+    return median([step.blocks[name].ms[phase] for step in steps if name in step.blocks] or [0.0])
+
+
+def _spread(mean: float, values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values) or [0.0]
+    return {"mean": mean, "p50": _quantile(ordered, 0.5), "p95": _quantile(ordered, 0.95)}
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    """Return a quantile of sorted values, linear between neighbours."""
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Compare the figures of two profiles.
+
+    Args:
+        ours: Figures, as of ``profile.to_dict()``.
+        theirs: The figures that they are divided by.
+
+    Returns:
+        Ratios of mean times and differences of bytes: ``"totals"`` for a step, and ``"blocks"`` for those that both
+        profiles have, by name. A ratio is None where the other figure is zero.
+    """
+    others = {block["name"]: block for block in theirs["blocks"]}
+    return {
+        "totals": _difference(ours["totals"], theirs["totals"]),
+        "blocks": [
+            {
+                "index": block["index"],
+                "name": block["name"],
+                **_difference(block, others[block["name"]]),
+            }
+            for block in ours["blocks"]
+            if block["name"] in others
+        ],
+    }
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    ratios = {
+        f"{phase}_ratio": _ratio(ours["ms"][phase]["mean"], theirs["ms"][phase]["mean"])
+        for phase in ours["ms"]
+    }
+    differences = {
+        f"{key}_more": ours[key] - theirs[key]
+        for key in ("kept_bytes", "dropped_bytes", "x_bytes", "peak_bytes")
+        if ours[key] is not None and theirs[key] is not None
+    }
+    return {**ratios, **differences}
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    return ours / theirs if theirs else None

@@ -1,0 +1,305 @@
+"""Where the time of a step goes, and what autograd keeps: the measuring parts of a profile.
+
+A `Timeline` holds the spans of one step. Its marks are clock readings on the CPU and events on an accelerator, which
+are resolved when figures are asked for, so that nothing waits for the device. `SavedBytes` counts what autograd saves
+while a block runs and hands every tensor on. Neither keeps a tensor (R8).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from threading import get_ident
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "RECOMPUTE",
+    "SavedBytes",
+    "Span",
+    "Timeline",
+    "Watch",
+    "active_hooks",
+    "hooks_are_possible",
+    "identities",
+    "storages",
+]
+
+FORWARD: Final = 0
+RECOMPUTE: Final = 1
+BACKWARD: Final = 2
+
+Mark = Any  # nanoseconds, or an event of the device
+
+
+class Span:
+    """A stretch of time that belongs to one block in one phase, inside of the span that was open when it began."""
+
+    __slots__ = ("begin", "block", "end", "parent", "phase", "task")
+
+    def __init__(
+        self, block: str, phase: int, parent: Span | None, task: tuple[int, object] | None
+    ) -> None:
+        self.block = block
+        self.phase = phase
+        self.parent = parent
+        self.task = task
+        self.begin: Mark = None
+        self.end: Mark = None
+
+    @property
+    def depth(self) -> int:
+        """Number of spans around this one."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+
+class Timeline:
+    """The spans of one step.
+
+    Args:
+        device: Device of x. Marks are events on an accelerator, and the clock of the host elsewhere.
+
+    Attributes:
+        spans: All spans in the order in which they began.
+        backwards: Number of backward passes that reached a block and have ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[Span] = []
+        self.backwards = 0
+        self._on_host = device.type in ("cpu", "meta")
+        self.now: Callable[[], Mark] = time.perf_counter_ns if self._on_host else self._event
+        self._open: defaultdict[int, list[Span]] = defaultdict(list)  # for each thread
+        self._tasks: set[int] = set()
+        self.began_ns = time.perf_counter_ns()
+        self.begin: Mark = self.now()
+        self.end: Mark = self.begin
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def open(self, block: str, phase: int, task: tuple[int, object] | None = None) -> Span:
+        """Begin a span within the innermost open one of this thread."""
+        stack = self._open[get_ident()]
+        span = Span(block, phase, stack[-1] if stack else None, task)
+        stack.append(span)
+        self.spans.append(span)
+        span.begin = self.now()
+        return span
+
+    def close(self, span: Span) -> None:
+        """End a span, and those within it that an exception left open."""
+        self.end = self.now()
+        stack = self._open[get_ident()]
+        while stack and span.end is None:
+            stack.pop().end = self.end if stack else None
+
+    def backward_begins(self, watch: Watch) -> None:
+        """Begin the backward of a block, which ends that of the block before it."""
+        graph_task = torch._C._current_graph_task_id()
+        stack = self._open[get_ident()]
+        if stack and (task := stack[-1].task) is not None and task[0] == graph_task:
+            if task[1] is watch:
+                return
+            self.close(stack[-1])
+        watch.waiting = watch.inputs
+        if graph_task not in self._tasks:
+            self._tasks.add(graph_task)
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(partial(self._backward_ends, graph_task))
+        self.open(watch.block, BACKWARD, (graph_task, watch))
+
+    def block_ends(self, watch: Watch) -> None:
+        """End the backward of a block once the gradient has reached all of its inputs."""
+        watch.waiting -= 1
+        stack = self._open[get_ident()]
+        if watch.waiting <= 0 and stack and (task := stack[-1].task) and task[1] is watch:
+            self.close(stack[-1])
+
+    def _backward_ends(self, graph_task: int) -> None:
+        self._tasks.discard(graph_task)
+        self.backwards += 1
+        self.end = self.now()
+        for stack in self._open.values():
+            while stack and (task := stack[-1].task) is not None and task[0] == graph_task:
+                stack.pop().end = self.end
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed the last mark; never waits."""
+        return self._on_host or bool(self.end.query())
+
+    def resolve(self) -> None:
+        """Wait until the device has passed the last mark."""
+        if not self._on_host:
+            self.end.synchronize()
+
+    def elapsed(self, begin: Mark, end: Mark) -> float:
+        """Milliseconds between two marks that the device has passed."""
+        return (end - begin) / 1e6 if self._on_host else float(begin.elapsed_time(end))
+
+    def closed(self) -> Iterator[tuple[Span, float, float]]:
+        """Yield each span that has ended with its begin and end, in ms from the beginning of the step."""
+        for span in self.spans:
+            if span.end is not None:
+                begin = self.elapsed(self.begin, span.begin)
+                yield span, begin, begin + self.elapsed(span.begin, span.end)
+
+
+class Watch:
+    """Tells a timeline when the backward of one block begins and ends, from hooks on autograd's nodes.
+
+    Holds no node and no tensor, so the graph is freed as without it.
+
+    Args:
+        timeline: Where the spans go.
+        block: Name of the block.
+        inputs: Number of nodes that the gradient leaves the block by.
+    """
+
+    __slots__ = ("block", "inputs", "timeline", "waiting")
+
+    def __init__(self, timeline: Timeline, block: str, inputs: int) -> None:
+        self.timeline = timeline
+        self.block = block
+        self.inputs = self.waiting = inputs
+
+    def begin(self, _: object) -> None:
+        """Before the first node of the block."""
+        self.timeline.backward_begins(self)
+
+    def end(self, _: object) -> None:
+        """Before a node that made one of the block's inputs."""
+        self.timeline.block_ends(self)
+
+
+# ---------------------------------------------------------------------------------------------------- saved tensors
+
+
+class _Kept(NamedTuple):
+    """What autograd keeps when nobody else is asked: the tensor, and its version for autograd's in-place check."""
+
+    tensor: Tensor
+    version: int
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    if kept.tensor._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kept.tensor.type()} {list(kept.tensor.shape)}], is at version {kept.tensor._version}; "
+            f"expected version {kept.version} instead. Hint: enable anomaly detection to find the operation that "
+            "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+    return kept.tensor
+
+
+def active_hooks() -> tuple[Any, Any] | None:
+    """Return the pair of saved-tensor hooks that autograd would call now."""
+    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair
+
+
+def hooks_are_possible() -> bool:
+    """Whether autograd records here and takes saved-tensor hooks; torch.func's transforms do not."""
+    return (
+        torch.is_grad_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class SavedBytes:
+    """Count the distinct storages that autograd saves within a ``with`` statement, and change nothing else.
+
+    Each tensor is handed on to the pair of hooks that is active at the beginning, so what a region drops is dropped and
+    what an offloader moves is moved. Without one, the tensor is kept as autograd would keep it.
+
+    Args:
+        outer: The active pair, from `active_hooks`.
+    """
+
+    __slots__ = ("_outer", "_pair", "_seen")
+
+    def __init__(self, outer: tuple[Any, Any] | None) -> None:
+        self._seen: dict[StorageWeakRef, int] = {}
+        self._outer = None if outer is None else outer[0]
+        self._pair = (
+            torch.autograd.graph.saved_tensors_hooks(self._keep, _unpack)
+            if outer is None
+            else torch.autograd.graph.saved_tensors_hooks(self._hand_on, outer[1])
+        )
+
+    def __enter__(self) -> Self:
+        self._pair.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pair.__exit__(*error)
+
+    def _hand_on(self, tensor: Tensor) -> Any:
+        self._count(tensor)
+        assert self._outer is not None
+        return self._outer(tensor)
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        self._count(tensor)
+        # An output of the node that saves it would keep that node alive, and so itself.
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        return _Kept(kept, tensor._version)
+
+    def _count(self, tensor: Tensor) -> None:
+        if tensor.is_leaf and tensor.requires_grad:
+            return  # a parameter
+        for storage in storages(tensor):
+            # A weak reference keeps the storage's identity, not its memory: an address can be used again.
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._seen.setdefault(reference, storage.nbytes())
+
+    def take(self, without: Collection[int], x: Collection[int]) -> tuple[int, int]:
+        """Return the bytes counted, and forget the storages.
+
+        Args:
+            without: Identities of storages that are not counted, as of `identities`.
+            x: Those of the block's input.
+
+        Returns:
+            Bytes of storages other than those, and bytes of x, if it was saved.
+        """
+        counted = of_x = 0
+        for reference, nbytes in self._seen.items():
+            if reference.cdata in x:
+                of_x += nbytes
+            elif reference.cdata not in without:
+                counted += nbytes
+        self._seen.clear()
+        return counted, of_x
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of a tensor: one, or those of its parts if it is sparse or a wrapper around others."""
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from storages(getattr(wrapper, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
+
+
+def identities(tensors: Iterable[Tensor]) -> set[int]:
+    """Return what tells the storages of tensors apart while they live."""
+    return {storage._cdata for tensor in tensors for storage in storages(tensor)}
