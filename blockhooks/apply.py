@@ -1,0 +1,77 @@
+"""`apply_blocks`: run blocks through a hook chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from blockhooks.chain import HookChain, Hooks
+from blockhooks.run import Block, Hidden, Run
+
+__all__ = ["apply_blocks"]
+
+
+def apply_blocks(
+    blocks: Iterable[Block],
+    x: Hidden,
+    *args: Any,
+    hooks: Hooks = (),
+    carry: Callable[[Any], Hidden] | None = None,
+    collect: Callable[[Hidden, Any], Hidden] | None = None,
+    **kwargs: Any,
+) -> Hidden:
+    """Run blocks one after the other, through a hook chain.
+
+    Each block is called as ``block(x, *args, **kwargs)``, and what it returns is the next x. Without hooks this is the
+    plain loop.
+
+    Args:
+        blocks: Any iterable of callables. It is read once; with no blocks, x is returned.
+        x: The hidden state: a tensor of any shape, or any container or object with tensors.
+        *args: Side inputs, passed to each block unchanged.
+        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`.
+        carry: Picks the next x from a block's output. By default the output as it is; where x is a tensor, a tuple or
+            list gives its first element.
+        collect: Joins the x that a block was given and its output (after `carry`) to the next x, which is how
+            intermediate results are gathered.
+        **kwargs: Side inputs by keyword, passed to each block unchanged.
+
+    Returns:
+        The last x.
+
+    Raises:
+        HookError: If something in `hooks` is no plugin, or a hook returned what it must not.
+        PlanError: If a plan does not cover the blocks.
+        RecomputeError: In the backward, if a region could not be executed again as in the forward.
+    """
+    if isinstance(hooks, (tuple, list)) and not hooks:
+        return _plain(blocks, x, args, kwargs, carry, collect)
+    chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
+    run = Run(tuple(blocks), args, kwargs, chain.hooks, carry=carry, collect=collect)
+    return run.execute(x)
+
+
+def _plain(
+    blocks: Iterable[Block],
+    x: Hidden,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    carry: Callable[[Any], Hidden] | None,
+    collect: Callable[[Hidden, Any], Hidden] | None,
+) -> Hidden:
+    if carry is not None or collect is not None:
+        for block in blocks:
+            output = block(x, *args, **kwargs)
+            output = output if carry is None else carry(output)
+            x = output if collect is None else collect(x, output)
+    elif isinstance(x, Tensor):
+        for block in blocks:
+            x = block(x, *args, **kwargs)
+            if isinstance(x, (tuple, list)) and x:
+                x = x[0]
+    else:
+        for block in blocks:
+            x = block(x, *args, **kwargs)
+    return x

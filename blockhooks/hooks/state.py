@@ -1,0 +1,401 @@
+"""`StateSnapshot`: the recompute sees the state that the forward saw, and leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockhooks.hookspecs import hookimpl
+from blockhooks.plan import Segment
+from blockhooks.recompute import keep_aside
+from blockhooks.run import Run
+from blockhooks.structure import MODULE_INTERNALS, Captured, Survey, atomic, capture, contents_of
+
+__all__ = ["StateSnapshot"]
+
+
+class StateSnapshot:
+    """Carry what a block's forward changes: buffers, attributes, containers, mutable side inputs.
+
+    * Buffers and other tensors that the forward changes in place (BatchNorm, spectral norm, router counters, EMA
+      codebooks): the recompute works on copies of their values before the forward. Which ones change is learned, by
+      comparing all of them at a module's first forward and at some later ones; the others are never copied.
+    * Attributes of the blocks' modules (train/eval flags, counters, lists, dicts, plain objects), which parameters and
+      buffers a module has (`torch.func.functional_call` puts others in place), and ``requires_grad`` flags.
+    * Side inputs that can change (dicts, lists, caches): the recompute is given them as they were.
+    * Forward hooks of the blocks' modules that only observe (return None, change no state, draw no random number) are
+      not called in the recompute; all others are.
+
+    After the recompute everything is put back as it was found, the user's own objects in their places. A list or counter
+    in a plain function's closure is the user's own and is left alone.
+
+    Side: crosses the boundary. See R2, R6 and R7.
+    """
+
+    @hookimpl
+    def recompute_context(self, run: Run, segment: Segment) -> _State:
+        """Capture the state of the segment's modules and of the side inputs."""
+        return _State(run, run.survey(segment))
+
+
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
+_REGISTRIES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class _Learned:
+    """What is known of the tensors of one module: how often it ran, and which of them its forward changes."""
+
+    __slots__ = ("changing", "forwards")
+
+    def __init__(self) -> None:
+        self.forwards: dict[bool, int] = {}
+        self.changing: set[str] = set()
+
+    def due(self, training: bool) -> bool:
+        """Whether to compare all tensors: at forwards 1, 2, 4, 8, ... of each mode, so that the cost vanishes."""
+        count = self.forwards.get(training, 0) + 1
+        self.forwards[training] = count
+        return count & (count - 1) == 0
+
+
+_learned: weakref.WeakKeyDictionary[Any, _Learned] = weakref.WeakKeyDictionary()
+
+
+class _Place:
+    """A tensor in a registry or attribute of a module, which the forward may change in place."""
+
+    __slots__ = ("before", "holder", "known", "learned", "name", "tensor", "version")
+
+    def __init__(
+        self, holder: dict[str, Any], name: str, tensor: Tensor, learned: _Learned, compare: bool
+    ) -> None:
+        self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
+        self.known = name in learned.changing
+        self.before = _clone(tensor) if self.known or compare else None
+        self.version = tensor._version if not tensor.is_inference() else 0
+
+    def changed(self) -> bool:
+        """Whether the forward has changed the tensor in place."""
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            return True
+        # Through .data and NumPy no version is counted.
+        return self.before is not None and not _equal(self.before, self.tensor)
+
+    def fresh(self) -> Tensor:
+        """The tensor as it was before the forward, for one recompute."""
+        assert self.before is not None  # `_State.forward_done` keeps the region otherwise
+        copy = _clone(self.before)
+        if isinstance(self.tensor, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=self.tensor.requires_grad)
+        return copy.requires_grad_(self.tensor.requires_grad and self.tensor.is_leaf)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return tensor.detach().clone()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if other.is_meta:
+        return True
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return torch.equal(one, other)
+
+
+class _State:
+    """The factory: one region's state before its forward."""
+
+    __slots__ = (
+        "__weakref__",
+        "attributes",
+        "changed",
+        "contents",
+        "flags",
+        "places",
+        "run",
+        "side",
+        "side_versions",
+        "structure",
+        "watched",
+    )
+
+    def __init__(self, run: Run, found: Survey) -> None:
+        self.run = run
+        self.contents: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.attributes: list[tuple[dict[str, Any], str]] = []
+        self.places: list[_Place] = []
+        self.flags: list[tuple[Tensor, bool]] = []
+        self.changed = False
+        values: list[Any] = []
+        for module in found.modules:
+            self._module(module, values)
+        for owner in found.objects:
+            attributes = getattr(owner, "__dict__", None)
+            if attributes is not None:
+                self._owner(owner, attributes, values, training=True)
+        self.structure: Captured | None = capture(values) if values else None
+        self.side: Captured | None = None
+        self.side_versions: list[int] = []
+        if run.args or run.kwargs:
+            self._side_inputs()
+        self.watched = _Watch(found.modules, self) if any(map(_has_hooks, found.modules)) else None
+
+    # ---- capture -----------------------------------------------------------------------------------------------
+
+    def _module(self, module: nn.Module, values: list[Any]) -> None:
+        attributes = module.__dict__
+        learned = self._owner(module, attributes, values, module.training)
+        compare = learned.due(module.training)
+        for name in _REGISTRIES:
+            registry = attributes[name]
+            if registry:
+                self.contents.append((registry, registry.copy()))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self.flags.append((parameter, parameter.requires_grad))
+                self._place(module._parameters, name, parameter, learned, compare)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self._place(module._buffers, name, buffer, learned, compare)
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
+                self._place(attributes, name, value, learned, compare)
+
+    def _owner(
+        self, owner: Any, attributes: dict[str, Any], values: list[Any], training: bool
+    ) -> _Learned:
+        self.contents.append((attributes, attributes.copy()))
+        for name, value in attributes.items():
+            if (
+                atomic(value)
+                or name in MODULE_INTERNALS
+                or isinstance(value, (Tensor, nn.Module, random.Random))
+            ):
+                continue
+            self.attributes.append((attributes, name))
+            values.append(value)
+        learned = _learned.get(owner)
+        if learned is None:
+            learned = _learned[owner] = _Learned()
+        return learned
+
+    def _place(
+        self, holder: dict[str, Any], name: str, tensor: Tensor, learned: _Learned, compare: bool
+    ) -> None:
+        self.places.append(_Place(holder, name, tensor, learned, compare))
+
+    def _side_inputs(self) -> None:
+        side = capture(self.run.side(), take_tensors=True)
+        if side.tensors or not side.constant:
+            self.side = side
+            self.side_versions = [0 if t.is_inference() else t._version for t in side.tensors]
+            self.run.side_carried = True
+
+    # ---- after the forward -------------------------------------------------------------------------------------
+
+    def forward_done(self, failed: bool) -> str | None:
+        """See what the forward has changed."""
+        if self.watched is not None:
+            self.watched.end()
+        if failed:
+            return None
+        reason = None
+        changing = []
+        for place in self.places:
+            if place.changed():
+                place.learned.changing.add(place.name)
+                if place.before is None:
+                    reason = f"it has changed {place.name!r} in place for the first time"
+                changing.append(place)
+        self.places = changing
+        if self.side is not None and any(
+            not tensor.is_inference() and tensor._version != version
+            for tensor, version in zip(self.side.tensors, self.side_versions, strict=True)
+        ):
+            reason = "it changes a tensor of its side inputs in place"
+        self.changed = self.structure is not None and not self._same_attributes()
+        return reason
+
+    def _same_attributes(self) -> bool:
+        assert self.structure is not None
+        return self.structure.same([owner.get(name) for owner, name in self.attributes])
+
+    # ---- around a recompute ------------------------------------------------------------------------------------
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return self._restored()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        now = [(holder, holder.copy()) for holder, _ in self.contents]
+        flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
+        side = None if self.side is None else self.side.rebuild(self.side.tensors)
+        # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
+        own = contents_of([[holder[name] for holder, name in self.attributes if name in holder], side])
+        try:
+            self._set()
+            with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
+                yield
+        finally:
+            own.put_back()
+            for holder, contents in now:
+                _fill(holder, contents)
+            _set_flags(flags)
+
+    def _set(self) -> None:
+        copies = None
+        if self.structure is not None and (self.changed or not self._same_attributes()):
+            copies = self.structure.rebuild()
+        for holder, contents in self.contents:
+            _fill(holder, contents)
+        if copies is not None:
+            for (holder, name), copy in zip(self.attributes, copies, strict=True):
+                holder[name] = copy
+        fresh: dict[int, Tensor] = {}  # one tensor may have several places
+        for place in self.places:
+            if id(place.tensor) not in fresh:
+                fresh[id(place.tensor)] = place.fresh()
+            place.holder[place.name] = fresh[id(place.tensor)]
+        if self.watched is not None:
+            self.watched.silence()
+        _set_flags(self.flags)
+
+
+def _fill(holder: dict[str, Any], contents: dict[str, Any]) -> None:
+    """Give a dict these contents, if it has others."""
+    if len(holder) == len(contents) and all(
+        name == other and value is holder[other]
+        for (name, value), other in zip(contents.items(), holder, strict=True)
+    ):
+        return
+    holder.clear()
+    holder.update(contents)
+
+
+def _set_flags(flags: list[tuple[Tensor, bool]]) -> None:
+    for tensor, flag in flags:
+        if tensor.requires_grad is not flag and tensor.is_leaf:
+            tensor.requires_grad_(flag)
+
+
+# ---- forward hooks of modules ----------------------------------------------------------------------------------------
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class _Watch:
+    """Watches the forward hooks of a region's modules in the forward, to know which of them only observe.
+
+    While the region runs, each hook stands in its registry inside of a `_Watched`; nothing is left behind.
+    """
+
+    __slots__ = ("hooks", "observers", "state")
+
+    def __init__(self, modules: list[nn.Module], state: _State) -> None:
+        self.state = weakref.ref(state)
+        self.hooks: list[tuple[OrderedDict[int, Any], int, Any, _Watched]] = []
+        self.observers: list[tuple[OrderedDict[int, Any], int]] = []
+        for module in modules:
+            for name in _HOOK_DICTS:
+                registry = module.__dict__[name]
+                for key, hook in registry.items():
+                    watched = _Watched(hook, self)
+                    self.hooks.append((registry, key, hook, watched))
+                    registry[key] = watched
+
+    def end(self) -> None:
+        """Put the hooks back, and remember the ones that only observed."""
+        for registry, key, hook, watched in self.hooks:
+            if registry.get(key) is watched:
+                registry[key] = hook
+            if watched.called and watched.observes:
+                self.observers.append((registry, key))
+        self.hooks = []
+
+    def silence(self) -> None:
+        """Take the observers out, for a recompute."""
+        for registry, key in self.observers:
+            registry.pop(key, None)
+
+    def states(self) -> list[dict[str, Any]]:
+        """The present contents of the region's modules, their registries of hooks left out."""
+        state = self.state()
+        assert state is not None  # it lives as long as its region's forward
+        return [
+            {
+                name: value
+                for name, value in holder.items()
+                if name not in _REGISTRIES and not isinstance(value, _Watched)
+            }
+            for holder, _ in state.contents
+        ]
+
+    def versions(self) -> list[int]:
+        state = self.state()
+        assert state is not None
+        return [0 if p.tensor.is_inference() else p.tensor._version for p in state.places]
+
+
+class _Watched:
+    """One forward hook, watched while it is called."""
+
+    __slots__ = ("called", "hook", "observes", "watch")
+
+    def __init__(self, hook: Callable[..., Any], watch: _Watch) -> None:
+        self.hook, self.watch = hook, watch
+        self.called, self.observes = False, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        if not self.observes:
+            return self.hook(*args, **kwargs)
+        before = self._world(args, kwargs)
+        with keep_aside() as aside:
+            result = self.hook(*args, **kwargs)
+            self.observes = result is None and self._unchanged(before, args, kwargs)
+            if self.observes:
+                # It will not be called again: what autograd saved for it must stay.
+                aside.keep()
+        return result
+
+    def _world(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            rng = torch.default_generator.get_state()
+        given = capture((args[1:], kwargs), take_tensors=True)
+        return (
+            capture(self.watch.states()),
+            self.watch.versions(),
+            given,
+            [t._version for t in given.tensors if not t.is_inference()],
+            rng,
+            random.getstate(),
+        )
+
+    def _unchanged(self, before: tuple[Any, ...], args: Any, kwargs: Any) -> bool:
+        states, versions, given, given_versions, rng, python = before
+        return (
+            versions == self.watch.versions()
+            and given_versions == [t._version for t in given.tensors if not t.is_inference()]
+            and given.same((args[1:], kwargs))
+            and python == random.getstate()
+            and _equal(rng, torch.default_generator.get_state())
+            and states.same(self.watch.states())
+        )

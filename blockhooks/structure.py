@@ -1,0 +1,667 @@
+"""Walk, copy and compare the containers and objects that tensors live in.
+
+A recompute must be given what the forward was given, although lists, dicts, caches and other objects may have changed
+in between. `capture` records the structure of a value: mutable containers and plain objects by their contents,
+everything else (tensors among it) by identity. `Captured.rebuild` gives it again: the very same objects where nothing
+differs, copies of the containers around where something does. Tensors are never copied.
+
+`survey` finds what is reachable from a block: its modules, the objects with state of their own, and the random
+generators (also those that a forward uses as globals).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import logging
+import pathlib
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Captured", "Survey", "atomic", "capture", "contents_of", "is_rng", "survey", "tensors_in"]
+
+MAX_OBJECT_DEPTH = 5
+"""How many plain objects deep a capture looks: encoder-decoder cache, cache, layer, and two more."""
+
+_ATOMIC: set[type] = {
+    type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
+    functools.partial, property, random.Random,
+}  # fmt: skip
+_ATOMIC_RNGS = {torch.Generator, random.Random}
+MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+"""The attributes that every `nn.Module` has: its registries, its hooks, its training flag."""
+_OPAQUE_BASES = (
+    nn.Module, enum.Enum, logging.Logger, logging.Handler, pathlib.PurePath, type, random.Random,
+    types.ModuleType, BaseException, weakref.ref,
+)  # fmt: skip
+_OPAQUE_MODULES = (
+    "threading", "concurrent", "asyncio", "multiprocessing", "weakref", "contextvars", "typing", "abc",
+    "torch._dynamo", "torch._C", "torch.distributed", "torch.fx", "torch._inductor", "torch.jit", "torch.cuda",
+    "torch.optim", "torch.utils.data", "torch._ops", "torch.library", "torch.autograd", "numpy", "pluggy",
+    "blockhooks",
+)  # fmt: skip
+_opaque_types: set[type] = set()
+_plain_types: set[type] = set()
+_ITERATORS = (
+    types.GeneratorType, map, filter, zip, enumerate, reversed,
+    type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set())),
+)  # fmt: skip
+
+
+def atomic(value: object) -> bool:
+    """Whether a value is passed on as it is: neither container, nor tensor, nor an object with a state."""
+    return type(value) in _ATOMIC
+
+
+def is_rng(value: object) -> bool:
+    """Whether a value is a random generator of torch, NumPy or Python."""
+    kind = type(value)
+    if kind is torch.Generator or isinstance(value, random.Random):
+        return True
+    numpy_random = sys.modules.get("numpy.random")
+    return numpy_random is not None and isinstance(
+        value, (numpy_random.Generator, numpy_random.RandomState)
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is an instance of an ordinary Python class, with attributes that may change."""
+    kind = type(value)
+    if kind in _plain_types:
+        return True
+    if kind in _opaque_types:
+        return False
+    plain = (
+        hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+    ) and not (
+        isinstance(value, (*_OPAQUE_BASES, Tensor))
+        or bool(kind.__flags__ & (1 << 8))  # an immutable type: built in, its state is not Python's
+        or callable(value) and kind.__module__ == "builtins"
+        or kind.__module__.split(".")[0] in _OPAQUE_MODULES
+        or any(kind.__module__.startswith(name) for name in _OPAQUE_MODULES)
+        or is_rng(value)
+    )
+    (_plain_types if plain else _opaque_types).add(kind)
+    return plain
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """The attributes that an instance holds itself, in its dict and in its slots."""
+    found = dict(getattr(value, "__dict__", ()))
+    for name in _slots(type(value)):
+        try:
+            found[name] = object.__getattribute__(value, name)
+        except AttributeError:
+            continue
+    return found
+
+
+class _Node(Protocol):
+    """One mutable container or object in a captured structure."""
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any: ...
+
+    def same(self, value: object) -> bool: ...
+
+
+class _TensorNode:
+    """A tensor that was taken out of the structure; `index` is its place in the list of tensors."""
+
+    __slots__ = ("index", "reference")
+
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index, self.reference = index, weakref.ref(tensor)
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        return tensors[self.index]
+
+    def same(self, value: object) -> bool:
+        return self.reference() is value
+
+
+_NODES: tuple[type, ...] = ()
+
+
+def _rebuild(item: Any, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+    return item.rebuild(memo, tensors) if type(item) in _NODES else item
+
+
+def _same(item: Any, value: object) -> bool:
+    return bool(item.same(value)) if type(item) in _NODES else item is value
+
+
+class _TupleNode:
+    __slots__ = ("items", "kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self.kind, self.items = kind, items
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        items = [_rebuild(item, memo, tensors) for item in self.items]
+        if self.kind is tuple:
+            return tuple(items)
+        return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
+
+    def same(self, value: object) -> bool:
+        return type(value) is self.kind and _all_same(self.items, value)
+
+
+def _all_same(items: list[Any], values: Any) -> bool:
+    return len(items) == len(values) and all(map(_same, items, values))
+
+
+class _ListNode:
+    """A list, deque or set: a copy is given to each recompute."""
+
+    __slots__ = ("attributes", "extra", "items", "kind")
+
+    def __init__(self, kind: type, items: list[Any], extra: Any, attributes: dict[str, Any]) -> None:
+        self.kind, self.items, self.extra, self.attributes = kind, items, extra, attributes
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if issubclass(self.kind, deque):
+            copy: Any = deque.__new__(self.kind)
+            deque.__init__(copy, (), self.extra)
+            extend: Callable[..., Any] = deque.extend
+        elif issubclass(self.kind, set):
+            copy, extend = set.__new__(self.kind), set.update
+        else:
+            copy, extend = list.__new__(self.kind), list.extend
+        memo[id(self)] = copy
+        extend(copy, [_rebuild(item, memo, tensors) for item in self.items])
+        _set_attributes(copy, self.attributes, memo, tensors)
+        return copy
+
+    def same(self, value: object) -> bool:
+        if type(value) is not self.kind:
+            return False
+        if isinstance(value, set):  # unordered, and its members are hashable: compare as a set
+            return len(value) == len(self.items) and value == set(self.items)
+        return _all_same(self.items, value) and (
+            not self.attributes or _same_attributes(self.attributes, value)
+        )
+
+
+class _DictNode:
+    """A dict of any kind: a copy is given to each recompute."""
+
+    __slots__ = ("attributes", "factory", "items", "kind")
+
+    def __init__(
+        self, kind: type, items: dict[Any, Any], factory: Any, attributes: dict[str, Any]
+    ) -> None:
+        self.kind, self.items, self.factory, self.attributes = kind, items, factory, attributes
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        copy: Any = self.kind.__new__(self.kind)
+        memo[id(self)] = copy
+        # The plain __setitem__: classes such as ModelOutput do more in theirs.
+        put = OrderedDict.__setitem__ if issubclass(self.kind, OrderedDict) else dict.__setitem__
+        for key, item in self.items.items():
+            put(copy, key, _rebuild(item, memo, tensors))
+        if self.factory is not None:
+            copy.default_factory = self.factory
+        _set_attributes(copy, self.attributes, memo, tensors)
+        return copy
+
+    def same(self, value: object) -> bool:
+        return (
+            type(value) is self.kind
+            and isinstance(value, dict)
+            and len(value) == len(self.items)
+            and all(
+                k is other or k == other for k, other in zip(self.items, value, strict=True)
+            )
+            and all(map(_same, self.items.values(), dict.values(value)))
+            and (not self.attributes or _same_attributes(self.attributes, value))
+        )
+
+
+class _ObjectNode:
+    """A plain object. The object itself is given again while its attributes are those captured, else a copy."""
+
+    __slots__ = ("attributes", "kind", "reference", "strong")
+
+    def __init__(self, value: object) -> None:
+        self.kind = type(value)
+        self.attributes: dict[str, Any] = {}
+        # Never a strong reference where a weak one is possible: the object may come to hold what the region made
+        # (a cache does), whose graph holds us.
+        try:
+            self.reference: Any = weakref.ref(value)
+        except TypeError:
+            self.reference = lambda: None
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        original = self.reference()
+        if original is not None and self.same(original):
+            memo[id(self)] = original
+            return original
+        copy = object.__new__(self.kind)
+        memo[id(self)] = copy
+        _set_attributes(copy, self.attributes, memo, tensors)
+        return copy
+
+    def same(self, value: object) -> bool:
+        return type(value) is self.kind and _same_attributes(self.attributes, value)
+
+
+_comparing: set[int] = set()
+
+
+def _same_attributes(attributes: dict[str, Any], value: object) -> bool:
+    if id(attributes) in _comparing:  # an object that reaches itself
+        return True
+    _comparing.add(id(attributes))
+    try:
+        now = _attributes(value)
+        return attributes.keys() == now.keys() and all(
+            _same(item, now[name]) for name, item in attributes.items()
+        )
+    finally:
+        _comparing.discard(id(attributes))
+
+
+def _set_attributes(
+    copy: object, attributes: dict[str, Any], memo: dict[int, Any], tensors: list[Tensor]
+) -> None:
+    for name, item in attributes.items():
+        object.__setattr__(copy, name, _rebuild(item, memo, tensors))
+
+
+_NODES = (_TensorNode, _TupleNode, _ListNode, _DictNode, _ObjectNode)
+
+
+class Captured:
+    """The structure of a value at one moment.
+
+    Attributes:
+        root: The value itself where there is nothing mutable in it, else a description.
+        tensors: The tensors that were taken out, in order (empty unless `capture` was asked to).
+    """
+
+    __slots__ = ("root", "tensors")
+
+    def __init__(self, root: Any, tensors: list[Tensor]) -> None:
+        self.root, self.tensors = root, tensors
+
+    @property
+    def constant(self) -> bool:
+        """Whether the value holds nothing that can change (no container, no object with attributes)."""
+        return type(self.root) not in _NODES
+
+    def rebuild(self, tensors: Iterable[Tensor] = ()) -> Any:
+        """Give the value as it was captured.
+
+        Args:
+            tensors: What to put in the places of the tensors taken out, in order.
+        """
+        return _rebuild(self.root, {}, list(tensors))
+
+    def same(self, value: object) -> bool:
+        """Whether a value is, object for object, what was captured."""
+        return _same(self.root, value)
+
+
+class _Walk:
+    def __init__(self, tensors: list[Tensor] | None, refuse: Callable[[object], None] | None) -> None:
+        self.tensors, self.refuse = tensors, refuse
+        self.memo: dict[int, tuple[Any, Any]] = {}  # id -> node, and the value, so that its id stays taken
+
+    def visit(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _ATOMIC:
+            return value
+        if id(value) in self.memo:
+            return self.memo[id(value)][0]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind is tuple or isinstance(value, tuple):
+            items = [self.visit(item, depth) for item in value]
+            return _TupleNode(kind, items) if any(type(i) in _NODES for i in items) else value
+        if isinstance(value, dict):
+            return self._dict(value, kind, depth)
+        if isinstance(value, (list, deque, set)):
+            return self._list(value, kind, depth)
+        if _is_plain(value):
+            return self._object(value, depth)
+        if self.refuse is not None and isinstance(value, _ITERATORS):
+            self.refuse(value)
+        return value
+
+    def _tensor(self, value: Tensor) -> Any:
+        if self.tensors is None:
+            return value
+        node = _TensorNode(len(self.tensors), value)
+        self.tensors.append(value)
+        self.memo[id(value)] = (node, value)
+        return node
+
+    def _extras(self, value: Any, depth: int) -> dict[str, Any]:
+        if not getattr(value, "__dict__", None):
+            return {}
+        return {name: self.visit(item, depth + 1) for name, item in vars(value).items()}
+
+    def _list(self, value: Any, kind: type, depth: int) -> _ListNode:
+        node = _ListNode(kind, [], getattr(value, "maxlen", None), {})
+        self.memo[id(value)] = (node, value)
+        if set(map(type, value)) <= _ATOMIC:  # long histories of numbers: no walk
+            node.items = list(value)
+        else:
+            node.items = [self.visit(item, depth) for item in value]
+        node.attributes = self._extras(value, depth)
+        return node
+
+    def _dict(self, value: Any, kind: type, depth: int) -> _DictNode:
+        factory = value.default_factory if isinstance(value, defaultdict) else None
+        node = _DictNode(kind, {}, factory, {})
+        self.memo[id(value)] = (node, value)
+        if set(map(type, dict.values(value))) <= _ATOMIC:
+            node.items = dict(dict.items(value))
+        else:
+            node.items = {key: self.visit(item, depth) for key, item in dict.items(value)}
+        if kind is not dict:
+            node.attributes = self._extras(value, depth)
+        return node
+
+    def _object(self, value: Any, depth: int) -> Any:
+        attributes = _attributes(value)
+        if not attributes or depth >= MAX_OBJECT_DEPTH:
+            return value
+        node = _ObjectNode(value)
+        self.memo[id(value)] = (node, value)
+        node.attributes = {name: self.visit(item, depth + 1) for name, item in attributes.items()}
+        return node
+
+
+def capture(
+    value: Any, *, take_tensors: bool = False, refuse: Callable[[object], None] | None = None
+) -> Captured:
+    """Record the structure of a value.
+
+    Args:
+        value: Any value.
+        take_tensors: Take the tensors out, into `Captured.tensors`; else they stay where they are, by reference.
+        refuse: Called with each iterator found, which could be read only once; to raise an error.
+    """
+    tensors: list[Tensor] | None = [] if take_tensors else None
+    return Captured(_Walk(tensors, refuse).visit(value, 0), tensors or [])
+
+
+class Contents:
+    """What the mutable containers and plain objects in a value hold, so that they can be given it back."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: list[tuple[Any, Any, dict[str, Any]]]) -> None:
+        self._held = held
+
+    def put_back(self) -> None:
+        """Give each container and object, in place, what it held."""
+        for owner, items, attributes in self._held:
+            if isinstance(owner, dict):
+                if not _same_items(owner, items):
+                    dict.clear(owner) if type(owner) is not OrderedDict else OrderedDict.clear(owner)
+                    put = OrderedDict.__setitem__ if isinstance(owner, OrderedDict) else dict.__setitem__
+                    for key, item in items.items():
+                        put(owner, key, item)
+            elif isinstance(owner, (list, deque)):
+                if len(owner) != len(items) or any(a is not b for a, b in zip(owner, items, strict=True)):
+                    owner.clear()
+                    owner.extend(items)
+            elif isinstance(owner, set):
+                if owner != items:
+                    owner.clear()
+                    owner.update(items)
+            if attributes:
+                _put_back_attributes(owner, attributes)
+
+
+def _same_items(owner: dict[Any, Any], items: dict[Any, Any]) -> bool:
+    return len(owner) == len(items) and all(
+        key is other and owner_item is item
+        for (key, owner_item), (other, item) in zip(dict.items(owner), items.items(), strict=True)
+    )
+
+
+def _put_back_attributes(owner: object, attributes: dict[str, Any]) -> None:
+    now = _attributes(owner)
+    for name in now.keys() - attributes.keys():
+        object.__delattr__(owner, name)
+    for name, item in attributes.items():
+        if name not in now or now[name] is not item:
+            object.__setattr__(owner, name, item)
+
+
+def contents_of(value: Any) -> Contents:
+    """Note what the mutable containers and plain objects in a value hold, for a short time (by strong references)."""
+    held: list[tuple[Any, Any, dict[str, Any]]] = []
+    seen: set[int] = set()
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    while stack:
+        owner, depth = stack.pop()
+        if type(owner) in _ATOMIC or id(owner) in seen or isinstance(owner, Tensor):
+            continue
+        seen.add(id(owner))
+        items: Any = ()
+        attributes: dict[str, Any] = {}
+        if isinstance(owner, dict):
+            items = dict(dict.items(owner))
+            inside: Iterable[Any] = items.values()
+        elif isinstance(owner, (list, deque, set)):
+            items = set(owner) if isinstance(owner, set) else list(owner)
+            inside = items
+        elif isinstance(owner, tuple):
+            inside = owner
+        elif _is_plain(owner) and depth < MAX_OBJECT_DEPTH:
+            attributes = _attributes(owner)
+            inside, depth = attributes.values(), depth + 1
+        else:
+            continue
+        if not isinstance(owner, tuple):
+            held.append((owner, items, attributes))
+        stack += [(item, depth) for item in inside if type(item) not in _ATOMIC]
+    return Contents(held)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, each once, in order of first sight."""
+    return capture(value, take_tensors=True).tensors
+
+
+@dataclasses.dataclass(slots=True)
+class Survey:
+    """What is reachable from blocks.
+
+    Attributes:
+        modules: Every `nn.Module`, each once.
+        objects: Callable objects and the owners of bound methods that serve as blocks.
+        rngs: Random generators of torch, NumPy and Python.
+    """
+
+    modules: list[nn.Module]
+    objects: list[Any]
+    rngs: list[Any]
+
+
+def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
+    """Find the modules, objects and random generators reachable from blocks and side inputs."""
+    search = _Search()
+    for block in blocks:
+        search.block(block)
+    for value in side:
+        search.value(value, 0)
+    return Survey(search.modules, search.objects, search.rngs)
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.objects: list[Any] = []
+        self.rngs: list[Any] = []
+        self.seen: set[int] = set()
+
+    def block(self, block: Any) -> None:
+        if isinstance(block, nn.Module):
+            self.module(block)
+        elif isinstance(block, types.MethodType):
+            self.owner(block.__self__)
+            self.function(block.__func__)
+        elif isinstance(block, types.FunctionType):
+            self.function(block)
+        elif isinstance(block, functools.partial):
+            self.block(block.func)
+            for value in (*block.args, *block.keywords.values()):
+                self.block(value) if callable(value) else self.value(value, 0)
+        elif callable(block) and not isinstance(block, (type, types.BuiltinFunctionType)):
+            self.owner(block)
+
+    def owner(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.module(value)
+        elif id(value) not in self.seen and _is_plain(value):
+            self.seen.add(id(value))
+            self.objects.append(value)
+            for item in _attributes(value).values():
+                self.value(item, 0)
+            call = getattr(type(value), "__call__", None)
+            if isinstance(call, types.FunctionType):
+                self.globals_of(call)
+
+    def function(self, function: Any) -> None:
+        if id(function) in self.seen:
+            return
+        self.seen.add(id(function))
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                continue
+            if callable(value):
+                self.block(value)
+            else:
+                self.value(value, 0)
+        for value in getattr(function, "__defaults__", None) or ():
+            self.value(value, 0)
+        self.globals_of(function)
+
+    def module(self, module: nn.Module) -> None:
+        stack = [module]
+        while stack:
+            module = stack.pop()
+            if id(module) in self.seen:
+                continue
+            self.seen.add(id(module))
+            self.modules.append(module)
+            for name, value in module.__dict__.items():
+                if name not in MODULE_INTERNALS and (
+                    type(value) not in _ATOMIC or type(value) in _ATOMIC_RNGS
+                ):
+                    self.value(value, 1)
+            self.globals_of(type(module).forward)
+            children = [child for child in module._modules.values() if child is not None]
+            stack.extend(reversed(children))
+
+    def globals_of(self, function: Any) -> None:
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            namespace = function.__globals__
+            for name in _global_names(code, _Namespace(namespace)):
+                self.value(namespace.get(name), 0)
+
+    def value(self, value: Any, depth: int) -> None:
+        """Look for generators and for modules that are held outside of `_modules`."""
+        kind = type(value)
+        if kind in _ATOMIC and kind not in _ATOMIC_RNGS:
+            return
+        if isinstance(value, Tensor) or id(value) in self.seen:
+            return
+        if is_rng(value):
+            self.seen.add(id(value))
+            self.rngs.append(value)
+        elif isinstance(value, nn.Module):
+            self.module(value)
+        elif depth <= MAX_OBJECT_DEPTH:
+            self.inside(value, depth)
+
+    def inside(self, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            items: Iterable[Any] = dict.values(value)
+        elif isinstance(value, (list, tuple, deque, set)):
+            items = value
+        elif _is_plain(value):
+            items = _attributes(value).values()
+        else:
+            return
+        self.seen.add(id(value))
+        for item in items:
+            if type(item) not in _ATOMIC or type(item) in _ATOMIC_RNGS:
+                self.value(item, depth + 1)
+
+
+class _Namespace:
+    """A module's globals as a key: compared by identity, and not kept out of the way of their own end."""
+
+    __slots__ = ("id", "names")
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.id, self.names = id(names), names
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Namespace) and other.id == self.id
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType, namespace: _Namespace) -> tuple[str, ...]:
+    """Names of globals that hold a random generator, as read by a function and the helpers of its module it uses."""
+    found: list[str] = []
+    seen: set[types.CodeType] = set()
+    stack = [code]
+    while stack:
+        code = stack.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        for name in _names(code):
+            value = namespace.names.get(name)
+            if isinstance(value, types.FunctionType) and value.__globals__ is namespace.names:
+                stack.append(value.__code__)
+            elif is_rng(value) or (type(value) in (list, tuple) and any(map(is_rng, value))):
+                found.append(name)
+    return tuple(found)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
