@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 __all__ = [
     "AttachError",
@@ -55,7 +56,15 @@ class AttachError(BlockhooksError, ValueError):
 
 
 class BudgetError(BlockhooksError, ValueError):
-    """A memory budget lies below what any plan can reach, or is not a budget."""
+    """A memory budget lies below what any plan can reach, or is not a budget.
+
+    Attributes:
+        floor: The least peak that a plan reaches, in bytes, where a budget was below it.
+        plan: The `blockhooks.budget.Plan` that reaches it.
+    """
+
+    floor: int | None = None
+    plan: Any = None
 
 
 class MissingExtraError(BlockhooksError, ImportError):

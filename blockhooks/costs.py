@@ -1,0 +1,367 @@
+"""What the blocks of a run cost, and what a plan over them costs: seconds and bytes, without a tensor.
+
+A `ChainProfile` holds the measured costs of each block. `predict` executes a plan on it, on paper, with the engine's
+own rules: what is held when, what is executed again, and where a recompute ends early. `blockhooks.solver` looks for
+the plan of a memory budget by these costs.
+
+The bytes of a chain are counted above those of the run's input, which its caller holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from blockhooks.errors import BudgetError
+from blockhooks.plan import Mode, Segment, check_plan
+
+__all__ = [
+    "BlockCosts",
+    "ChainProfile",
+    "ModeCosts",
+    "Prediction",
+    "budget_in_bytes",
+    "format_bytes",
+    "format_table",
+    "predict",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeCosts:
+    """What a block costs in a mode other than plain keeping.
+
+    Attributes:
+        mode: ``"selective"`` or ``"offload"``.
+        kept: Bytes held from the forward to the backward, without the block's input and output.
+        forward_peak: Most bytes at a time in the forward; at least ``kept`` and the output.
+        backward_peak: Most bytes at a time in the backward, those kept included.
+        extra: Seconds more than keeping takes, forward and backward together.
+    """
+
+    mode: Mode
+    kept: int
+    forward_peak: int = 0
+    backward_peak: int = 0
+    extra: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts:
+    """What one block costs. Bytes are above those held before the block, its input among them.
+
+    Attributes:
+        name: For tables.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward.
+        output: Bytes of the hidden state after the block.
+        kept: Bytes that autograd keeps, without the input, the output, parameters, buffers and side inputs.
+        forward_peak: Most bytes at a time in a forward that keeps; at least ``kept + output``, which is the default.
+        backward_peak: Most bytes at a time in the backward, with what is kept and the gradients of output and input;
+            at least ``kept``, which is the default.
+        recompute: Seconds of a recompute that ends early at this block; ``forward`` by default.
+        recompute_peak: Most bytes at a time in such a recompute; ``forward_peak`` by default.
+        gradient: Bytes of the output's gradient, which waits while a segment that ends with this block is recomputed.
+        modes: Costs of other modes that a plan may give this block.
+    """
+
+    forward: float
+    backward: float
+    output: int
+    kept: int
+    forward_peak: int = 0
+    backward_peak: int = 0
+    recompute: float | None = None
+    recompute_peak: int = 0
+    gradient: int = 0
+    modes: tuple[ModeCosts, ...] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", tuple(self.modes))
+        for attribute, least in (
+            ("forward_peak", self.kept + self.output),
+            ("backward_peak", self.kept),
+            ("recompute_peak", self.recompute_peak or max(self.forward_peak, self.kept)),
+        ):
+            object.__setattr__(self, attribute, max(getattr(self, attribute), least))
+
+    @property
+    def recompute_time(self) -> float:
+        """Seconds of a recompute that ends early at this block."""
+        return self.forward if self.recompute is None else self.recompute
+
+    def figures(self, mode: Mode) -> tuple[int, int, int, float]:
+        """Return kept bytes, forward peak, backward peak and extra seconds in a mode.
+
+        A mode that was not measured costs what keeping costs.
+        """
+        for costs in self.modes:
+            if costs.mode == mode:
+                forward_peak = max(costs.forward_peak, costs.kept + self.output)
+                return costs.kept, forward_peak, max(costs.backward_peak, costs.kept), costs.extra
+        return self.kept, self.forward_peak, self.backward_peak, 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainProfile:
+    """The costs of the blocks of a run, in order.
+
+    Attributes:
+        blocks: Costs of each block.
+        tail: Seconds of a step outside of the blocks.
+        tail_peak: Most bytes at a time between the blocks' forward and their backward (head, logits, loss).
+        about: What was measured: shapes, dtypes, device.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    tail: float = 0.0
+    tail_peak: int = 0
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def plain(self) -> Prediction:
+        """Seconds and peak of the plain loop, which keeps everything."""
+        return predict(self, (Segment(0, len(self), mode="keep"),) if self.blocks else ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as plain numbers, strings, lists and dicts, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build the profile that `to_dict` described.
+
+        Raises:
+            BudgetError: If `data` is no description of a profile.
+        """
+        try:
+            blocks = [
+                BlockCosts(
+                    **{**block, "modes": tuple(ModeCosts(**m) for m in block.get("modes", ()))}
+                )
+                for block in data["blocks"]
+            ]
+            return cls(**{**data, "blocks": tuple(blocks)})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise BudgetError(
+                f"expected a profile as a dict with a list of 'blocks' ({error}); "
+                "measure one with blockhooks.budget.measure()."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read the profile that `save` wrote.
+
+        Raises:
+            BudgetError: If the file holds no profile.
+        """
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                str(index),
+                block.name,
+                f"{block.forward * 1e3:.2f}",
+                f"{block.recompute_time * 1e3:.2f}",
+                f"{block.backward * 1e3:.2f}",
+                format_bytes(block.kept),
+                format_bytes(block.output),
+                format_bytes(block.backward_peak),
+                ", ".join(f"{m.mode} {format_bytes(m.kept)}" for m in block.modes) or "-",
+            )
+            for index, block in enumerate(self.blocks)
+        ]
+        head = (
+            "block",
+            "name",
+            "forward ms",
+            "recompute ms",
+            "backward ms",
+            "kept",
+            "output",
+            "peak",
+            "modes",
+        )
+        about = [self.about] if self.about else []
+        return "\n".join([*about, *format_table(head, rows)])
+
+
+class Prediction(NamedTuple):
+    """What a step costs under a plan.
+
+    Attributes:
+        time: Seconds.
+        peak: Most bytes at a time above the run's input.
+    """
+
+    time: float
+    peak: int
+
+
+def predict(profile: ChainProfile, segments: Iterable[Segment]) -> Prediction:
+    """Predict time and peak of a step under a plan.
+
+    Raises:
+        PlanError: If the plan does not cover the profile's blocks.
+    """
+    ledger = _Ledger(profile.blocks)
+    marks, held = ledger.forward(check_plan(segments, len(profile)), 0, 0, early_stop=False)
+    ledger.see(held + profile.tail_peak)
+    ledger.backward(marks)
+    return Prediction(ledger.time + profile.tail, ledger.peak)
+
+
+# What waits for the backward: a kept block by its index, or a segment to recompute, and the bytes held before it.
+_Mark = tuple[int | Segment, int, Mode]
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """Executes a plan on costs alone, by the engine's rules."""
+
+    blocks: Sequence[BlockCosts]
+    time: float = 0.0
+    peak: int = 0
+    dropped: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def see(self, live: int) -> None:
+        if live > self.peak:
+            self.peak = live
+
+    def forward(
+        self, segments: Sequence[Segment], held: int, waiting: int, early_stop: bool
+    ) -> tuple[list[_Mark], int]:
+        """Execute segments for a backward that comes next.
+
+        Args:
+            segments: What to execute.
+            held: Bytes held before.
+            waiting: Bytes of the gradient that waits meanwhile, if this is a recompute.
+            early_stop: Whether this is a recompute that ends once all that is saved is back.
+
+        Returns:
+            What waits for the backward, and the bytes held after.
+        """
+        marks: list[_Mark] = []
+        for segment in segments:
+            ends = early_stop and segment is segments[-1]
+            if segment.mode == "recompute":
+                marks.append((segment, held, segment.mode))
+                if not ends:
+                    time, peak = self.drop(segment)
+                    self.time += time
+                    self.see(held + waiting + peak)
+                    held += self.blocks[segment.stop - 1].output
+            elif segment.children:
+                more, held = self.forward(segment.children, held, waiting, ends)
+                marks += more
+            else:
+                for index in segment.indices:
+                    block = self.blocks[index]
+                    kept, forward_peak, _, extra = block.figures(segment.mode)
+                    marks.append((index, held, segment.mode))
+                    if ends and index == segment.stop - 1:
+                        self.time += block.recompute_time + extra
+                        self.see(held + waiting + min(block.recompute_peak, forward_peak))
+                        held += kept
+                    else:
+                        self.time += block.forward + extra
+                        self.see(held + waiting + forward_peak)
+                        held += kept + block.output
+        return marks, held
+
+    def backward(self, marks: list[_Mark]) -> None:
+        for what, held, mode in reversed(marks):
+            if isinstance(what, int):
+                block = self.blocks[what]
+                self.time += block.backward
+                self.see(held + block.figures(mode)[2])
+            else:
+                waiting = self.blocks[what.stop - 1].gradient
+                inner, _ = self.forward(_inside(what), held, waiting, early_stop=True)
+                self.backward(inner)
+
+    def drop(self, segment: Segment) -> tuple[float, int]:
+        """Seconds and peak of a region's forward, which lets go of what was saved when it returns, not before."""
+        if id(segment) not in self.dropped:
+            apart = _Ledger(self.blocks, dropped=self.dropped)
+            apart.forward(_inside(segment), 0, 0, early_stop=False)
+            self.dropped[id(segment)] = apart.time, apart.peak
+        return self.dropped[id(segment)]
+
+
+def _inside(segment: Segment) -> tuple[Segment, ...]:
+    return segment.children or (Segment(segment.start, segment.stop, mode="keep"),)
+
+
+# ------------------------------------------------------------------------------------------------- bytes and tables
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
+}
+
+
+def budget_in_bytes(budget: str | int | float, plain_peak: int) -> int:
+    """Return a memory budget in bytes.
+
+    Args:
+        budget: Bytes as an integer or as text (``"8GiB"``, ``"500 MB"``), or a float in (0, 1]: a fraction of the
+            plain loop's peak.
+        plain_peak: The plain loop's peak in bytes.
+
+    Raises:
+        BudgetError: If it is none of these.
+    """
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match and unit and float(match[1]) > 0:
+            return int(float(match[1]) * unit)
+    elif isinstance(budget, float):
+        if 0 < budget <= 1:
+            return int(budget * plain_peak)
+    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    raise BudgetError(
+        f"expected a memory budget as text like '8GiB' or '500 MB', as a positive integer (bytes), or as a float in "
+        f"(0, 1] (a fraction of the plain loop's peak); found {budget!r}."
+    )
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes as text with a fitting binary unit, such as ``"1.50 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a plain table, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    ruler = tuple("-" * width for width in widths)
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (tuple(head), ruler, *rows)
+    ]
