@@ -1,0 +1,302 @@
+"""`attach`: hooks on the blocks of an unmodified model."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from blockhooks.chain import HookChain, Hooks
+from blockhooks.errors import AttachError
+from blockhooks.models.call import call_block, in_backward
+from blockhooks.models.find import Blocks, Stack, find_stacks, inner_stacks, select_stacks
+from blockhooks.models.intercept import is_routed, route, unroute
+from blockhooks.models.report import (
+    AttachReport,
+    BlockRecord,
+    Measure,
+    StackRecord,
+    active_hooks,
+)
+from blockhooks.plan import Mode, Segment
+from blockhooks.run import Run
+
+__all__ = ["Handle", "attach"]
+
+_inside: contextvars.ContextVar[frozenset[Handle]] = contextvars.ContextVar(
+    "blockhooks.inside_attached", default=frozenset()
+)
+"""The handles in one of whose blocks this thread is, in the forward as in a recompute."""
+
+
+def attach(
+    model: nn.Module,
+    hooks: Hooks = (),
+    *,
+    blocks: Blocks | Iterable[Blocks] | None = None,
+) -> Handle:
+    """Put hooks on the blocks of a model, without changing anything about the model.
+
+    Each call that the model's own loop makes of a block goes through `run_segment` and `run_block`, with whatever
+    arguments it is made, and gives back what the block returns. Parameters, names, classes, copies, pickles and
+    `state_dict` are those of the model; a copy of an attached model is not attached.
+
+    Args:
+        model: Any module.
+        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`.
+        blocks: Which modules are blocks. By default the stacks of repeated modules, found by structure. Else one or
+            several of: a module path (a container stands for its members), a pattern in which ``*`` is one part of a
+            path and ``**`` any number, a class or the name of one, a module, a predicate ``(path, module) -> bool``.
+
+    Returns:
+        A handle with `remove` and `report`; also a context manager that removes the hooks at its end.
+
+    Raises:
+        AttachError: If no blocks are found, what is asked for does not exist, or a block has hooks already.
+        HookError: If something in `hooks` is no plugin.
+
+    Note:
+        Where a block of the stack is never called as a whole but its parts are, repeated parts are taken as blocks.
+    """
+    chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
+    if blocks is None:
+        outer = find_stacks(model)
+        inner = inner_stacks(outer)
+    else:
+        outer, inner = select_stacks(model, blocks), []
+    for path, module in [member for stack in outer for member in stack.members]:
+        if is_routed(module):
+            raise AttachError(
+                f"block {path} ({type(module).__name__}) has hooks already; remove them first: handle.remove(), or use "
+                "attach(...) in a with statement."
+            )
+    return Handle(model, chain, outer, inner)
+
+
+class Handle:
+    """Hooks that are attached to a model; made by `attach`.
+
+    Holds the model weakly: a model that is deleted takes its hooks with it.
+    """
+
+    def __init__(
+        self, model: nn.Module, chain: HookChain, outer: Iterable[Stack], inner: Iterable[Stack]
+    ) -> None:
+        self.chain = chain
+        self._model = weakref.ref(model)
+        self._stacks = [_Attached(self, stack, inside=False) for stack in outer]
+        self._stacks += [_Attached(self, stack, inside=True) for stack in inner]
+        self._in_forward = 0
+        for stack in self._stacks:
+            stack.route()
+        if not is_routed(model):
+            route(model, _WholeModel(self))
+
+    def remove(self) -> None:
+        """Give the model its own calls back. Harmless when done already, and while a backward is still to come."""
+        for stack in self._stacks:
+            stack.unroute()
+        model = self._model()
+        if model is not None:
+            unroute(model)
+
+    def report(self) -> AttachReport:
+        """Tell the stacks and blocks, what was asked for each, and what was really done in the last step."""
+        model = self._model()
+        shown = [stack.record for stack in self._stacks if not stack.inside or stack.record.called]
+        report = AttachReport("(deleted)" if model is None else type(model).__name__, shown)
+        for stack in self._stacks:
+            stack.measured.clear()
+        return report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        stacks = ", ".join(
+            f"{s.record.name}: {len(s.names)} x {s.record.kind}"
+            for s in self._stacks
+            if not s.inside
+        )
+        return f"<hooks {self.chain!r} on {stacks}>"
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Mark the model's own forward: its beginning is the beginning of a step."""
+        if not self._in_forward and not in_backward():
+            self.begin_step()
+        self._in_forward += 1
+        try:
+            yield
+        finally:
+            self._in_forward -= 1
+
+    def begin_step(self) -> None:
+        """Forget what was done in the step before."""
+        for stack in self._stacks:
+            stack.begin_step()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model's own forward is running."""
+        return self._in_forward > 0
+
+
+class _WholeModel:
+    """The route of the model itself, which only tells when a step begins."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __call__(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.handle.forward():
+            return plain(*args, **kwargs)
+
+
+class _Attached:
+    """A stack whose blocks are routed.
+
+    Attributes:
+        inside: Whether its blocks lie in blocks of another stack, and matter only if those are never called.
+        measured: Indices of blocks whose saved bytes are known.
+    """
+
+    def __init__(self, handle: Handle, stack: Stack, *, inside: bool) -> None:
+        self.handle, self.inside = handle, inside
+        self.names = [path for path, _ in stack.members]
+        self.modules = [weakref.ref(module) for _, module in stack.members]
+        self.record = StackRecord(
+            stack.name, [BlockRecord(path, type(module).__name__) for path, module in stack.members]
+        )
+        self.routes: list[_Block] = []
+        self.plan: list[tuple[Segment, Segment]] | None = None
+        self.last = -1
+        self.measured: set[int] = set()
+
+    def route(self) -> None:
+        places: dict[int, list[int]] = {}
+        for index, reference in enumerate(self.modules):
+            places.setdefault(id(reference()), []).append(index)
+        for indices in places.values():
+            module = self.modules[indices[0]]()
+            if module is not None:
+                self.routes.append(_Block(self, indices))
+                route(module, self.routes[-1])
+
+    def unroute(self) -> None:
+        for reference in self.modules:
+            module = reference()
+            if module is not None:
+                unroute(module)
+
+    def begin_step(self) -> None:
+        self.plan, self.last = None, -1
+        self.record.begin_step()
+        for block in self.routes:
+            block.next = 0
+
+    def call(
+        self, index: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run one block through the hooks."""
+        handle = self.handle
+        if not handle.in_forward and not in_backward() and index <= self.last:
+            handle.begin_step()  # parts of the model are called by themselves
+        self.last = index
+        blocks = self.blocks()
+        planned, segment = self.segment_of(index, blocks, args, kwargs)
+        measure = Measure(active_hooks(), count=index not in self.measured)
+
+        def around(block: Callable[[], Any]) -> Any:
+            token = _inside.set(_inside.get() | {handle})
+            try:
+                with measure if not measure.done else contextlib.nullcontext():
+                    return block()
+            finally:
+                _inside.reset(token)
+
+        output, run = call_block(
+            plain, args, kwargs, hooks=handle.chain.hooks, blocks=blocks, names=self.names,
+            segment=segment, around=around,
+        )  # fmt: skip
+        measure.finish(output, args, kwargs)
+        if measure.gradients:
+            self.measured.add(index)
+        self.record.blocks[index].note_call(planned, segment.mode, run, measure)
+        return output
+
+    def segment_of(
+        self,
+        index: int,
+        blocks: tuple[nn.Module, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Segment, Segment]:
+        """The segment that the plan has for a block, and that of the block alone.
+
+        The plan is made at the first block of a step.
+        """
+        if self.plan is None:
+            hooks = self.handle.chain.hooks
+            segments = hooks.plan_segments(Run(blocks, args, kwargs, hooks, names=self.names))
+            self.plan = [
+                (leaf, Segment(place, place + 1, mode=mode))
+                for segment in segments
+                for leaf, mode in _leaves(segment)
+                for place in leaf.indices
+            ]
+        return self.plan[index]
+
+    def blocks(self) -> tuple[nn.Module, ...]:
+        # A block that is called is alive, and its model with it.
+        return tuple([reference() for reference in self.modules])  # type: ignore[misc]
+
+
+def _leaves(segment: Segment, mode: Mode = "keep") -> Iterator[tuple[Segment, Mode]]:
+    """The innermost segments, and what happens to them: what an enclosing segment drops is dropped."""
+    mode = segment.mode if mode == "keep" else mode
+    if not segment.children:
+        yield segment, mode
+    for child in segment.children:
+        yield from _leaves(child, mode)
+
+
+class _Block:
+    """The route of one block."""
+
+    def __init__(self, stack: _Attached, indices: list[int]) -> None:
+        self.stack, self.indices = stack, indices
+        self.next = 0
+        self.had_gradients = False
+
+    def __call__(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.stack.handle in _inside.get():
+            return plain(*args, **kwargs)
+        if in_backward():
+            if not self.had_gradients:
+                # Executed without gradients in the forward and again now: a reversible stack, which keeps nothing.
+                self.stack.record.reversible = True
+                return plain(*args, **kwargs)
+        elif torch.is_grad_enabled():
+            self.had_gradients = True
+        index = self.indices[self.next % len(self.indices)]
+        self.next += 1
+        return self.stack.call(index, plain, args, kwargs)

@@ -1,0 +1,317 @@
+"""What was asked of the blocks of an attached model, and what was really done in the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from blockhooks.plan import Segment
+from blockhooks.report.table import size
+from blockhooks.run import Run
+from blockhooks.structure import tensors_in
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["AttachReport", "BlockRecord", "Measure", "StackRecord"]
+
+_DONE = {
+    "recompute": "recomputed",
+    "keep": "kept",
+    "selective": "selective",
+    "offload": "offloaded",
+}
+_HEADER = ("blocks", "class", "asked", "done", "calls", "saved", "dropped")
+_NUMBERS = 4
+"""Columns before those of numbers."""
+
+
+class Measure:
+    """See what becomes of what autograd saves in one forward of a block.
+
+    Holds no tensor. A context around the block's call, inside of whatever the hooks have put around it.
+
+    Args:
+        outside: The saved-tensor hooks outside of the block's hooks, from `active_hooks`.
+        count: Whether to count bytes; a call to Python per saved tensor.
+
+    Attributes:
+        gradients: Whether gradients were enabled.
+        taken: Whether a hook takes what autograd saves.
+        saved: Bytes of what was saved, without parameters, inputs and results; None if not counted.
+        dropped: Those of them that nobody held any more after the call; None if not counted.
+    """
+
+    def __init__(self, outside: tuple[Any, Any] | None, *, count: bool) -> None:
+        self.done = self.gradients = self.taken = False
+        self.saved: int | None = None
+        self.dropped: int | None = None
+        self._outside, self._count = outside, count
+        self._seen: dict[StorageWeakRef, int] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        self.done = True
+        self.gradients = torch.is_grad_enabled()
+        pair = active_hooks() if self.gradients else None
+        self.taken = pair is not None and pair != self._outside
+        if pair is None or not self.taken or not self._count:
+            return
+        pack, unpack = pair
+
+        def counted(tensor: torch.Tensor) -> Any:
+            if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self._seen.setdefault(StorageWeakRef(storage), storage.nbytes())
+            return pack(tensor)
+
+        self._hooks = saved_tensors_hooks(counted, unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+            self._hooks = None
+
+    def finish(self, *others: Any) -> None:
+        """Look after the call which storages are still there; those of its inputs and results do not count."""
+        if not self.taken or not self._count:
+            return
+        aside = {
+            StorageWeakRef(tensor.untyped_storage()).cdata
+            for tensor in tensors_in(others)
+            if tensor.layout is torch.strided
+        }
+        own = {ref: nbytes for ref, nbytes in self._seen.items() if ref.cdata not in aside}
+        self.saved = sum(own.values())
+        self.dropped = sum(nbytes for ref, nbytes in own.items() if ref.expired())
+        self._seen.clear()
+
+
+def active_hooks() -> tuple[Any, Any] | None:
+    """The pair of saved-tensor hooks that autograd would call now."""
+    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return pair
+
+
+class BlockRecord:
+    """What is known of one block of an attached model."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        self.asked = self.done = ""
+        self.reason: str | None = None
+        self.segment: Segment | None = None
+        self.calls = 0
+        self.saved: int | None = None
+        self.dropped: int | None = None
+
+    def begin_step(self) -> None:
+        """Forget the step before; the bytes stay until they are measured again."""
+        self.asked = self.done = ""
+        self.reason, self.segment, self.calls = None, None, 0
+
+    def note_call(self, segment: Segment, mode: str, run: Run, measure: Measure) -> None:
+        """Note one call: what was planned, and what the run and the measure tell."""
+        self.calls += 1
+        self.segment, self.asked = segment, mode
+        self.reason = next(iter(run.kept.values()), None)
+        if not measure.done:
+            self.done = "skipped"
+        elif not measure.gradients:
+            self.done = "no gradients"
+        elif self.reason is not None or not measure.taken:
+            self.done = "kept"
+        else:
+            self.done = _DONE[mode]
+        if measure.saved is not None:
+            self.saved, self.dropped = measure.saved, measure.dropped
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings."""
+        return {
+            "name": self.name,
+            "class": self.kind,
+            "asked": self.asked,
+            "done": self.done,
+            "reason": self.reason,
+            "segment": None if self.segment is None else [self.segment.start, self.segment.stop],
+            "calls": self.calls,
+            "saved_bytes": self.saved,
+            "dropped_bytes": self.dropped,
+        }
+
+
+class StackRecord:
+    """What is known of one stack of an attached model."""
+
+    def __init__(self, name: str, blocks: list[BlockRecord]) -> None:
+        self.name, self.blocks = name, blocks
+        self.reversible = False
+
+    @property
+    def kind(self) -> str:
+        """The classes of the blocks."""
+        return ", ".join(dict.fromkeys(block.kind for block in self.blocks))
+
+    @property
+    def called(self) -> bool:
+        """Whether any block was called in the last step."""
+        return any(block.calls for block in self.blocks)
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        for block in self.blocks:
+            block.begin_step()
+
+    def warnings(self, others_called: bool) -> Iterator[str]:
+        """What the user should know."""
+        where = self.name or "the model itself"
+        if self.reversible:
+            yield f"{where}: a reversible stack, which keeps nothing between its blocks; it is left alone."
+        elif others_called and not self.called:
+            yield f"{where}: none of its {len(self.blocks)} blocks was called in the last step."
+        long = {str(b.segment) for b in self.blocks if b.segment is not None and len(b.segment) > 1}
+        if long:
+            yield f"{where}: planned in segments of several blocks, recomputed block by block."
+        reasons: dict[str, list[str]] = {}
+        for block in self.blocks:
+            if block.reason is not None:
+                reasons.setdefault(block.reason, []).append(block.name)
+        for reason, names in reasons.items():
+            yield f"{_shortened(names)}: kept what autograd saved: {reason}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings."""
+        return {
+            "name": self.name,
+            "class": self.kind,
+            "reversible": self.reversible,
+            "blocks": [block.to_dict() for block in self.blocks],
+        }
+
+
+class AttachReport:
+    """A table of stacks and blocks: ``str(report)``, `to_dict`, or printed by rich.
+
+    Attributes:
+        model: The model's class.
+        stacks: For each stack its name, classes and blocks, as in `to_dict`.
+        warnings: What the user should know, one sentence each.
+    """
+
+    def __init__(self, model: str, records: Iterable[StackRecord]) -> None:
+        records = list(records)
+        any_called = any(record.called for record in records)
+        self.model = model
+        self.stacks: list[dict[str, Any]] = [record.to_dict() for record in records]
+        self.warnings = [line for record in records for line in record.warnings(any_called)]
+        self.ran = any_called
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd saved in all blocks, each once, without parameters, inputs and results."""
+        return sum(block["saved_bytes"] or 0 for stack in self.stacks for block in stack["blocks"])
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of them that were dropped until the backward."""
+        return sum(
+            block["dropped_bytes"] or 0 for stack in self.stacks for block in stack["blocks"]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings, lists and dicts, for JSON."""
+        return {
+            "model": self.model,
+            "stacks": self.stacks,
+            "warnings": self.warnings,
+            "saved_bytes": self.saved_bytes,
+            "dropped_bytes": self.dropped_bytes,
+        }
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the lines of the table; neighbours that differ in nothing but their names are one."""
+        for stack in self.stacks:
+            group: list[dict[str, Any]] = []
+            for block in stack["blocks"]:
+                if group and not _alike(group[-1], block):
+                    yield _row(group)
+                    group = []
+                group.append(block)
+            if group:
+                yield _row(group)
+
+    @property
+    def title(self) -> str:
+        """The line above the table."""
+        when = "in the last step" if self.ran else "no step yet"
+        return f"{self.model}: {len(self.stacks)} stack{'s' * (len(self.stacks) != 1)} of blocks, {when}"
+
+    @property
+    def total(self) -> tuple[str, ...]:
+        """The last line of the table."""
+        return ("all", "", "", "", "", size(self.saved_bytes), size(self.dropped_bytes))
+
+    def __str__(self) -> str:
+        lines = [_HEADER, *self.rows(), self.total]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.ljust(width) if place < _NUMBERS else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        rule = "-" * max(map(len, text))
+        notes = [f"note: {warning}" for warning in self.warnings]
+        return "\n".join([self.title, "", text[0], rule, *text[1:-1], rule, text[-1], *notes])
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(
+            title=self.title, caption="\n".join(self.warnings) or None, caption_justify="left"
+        )
+        for place, name in enumerate(_HEADER):
+            table.add_column(name, justify="left" if place < _NUMBERS else "right")
+        for row in self.rows():
+            table.add_row(*row)
+        table.add_section()
+        table.add_row(*self.total)
+        return table
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    parts = ("class", "asked", "done", "reason", "calls", "saved_bytes", "dropped_bytes")
+    return all(one[part] == other[part] for part in parts)
+
+
+def _row(group: list[dict[str, Any]]) -> tuple[str, ...]:
+    one = group[0]
+    saved = None if one["saved_bytes"] is None else sum(block["saved_bytes"] for block in group)
+    dropped = (
+        None if one["dropped_bytes"] is None else sum(block["dropped_bytes"] for block in group)
+    )
+    return (
+        _shortened([block["name"] for block in group]),
+        one["class"],
+        one["asked"] or "-",
+        one["done"] or "not called",
+        str(sum(block["calls"] for block in group)),
+        size(saved),
+        size(dropped),
+    )
+
+
+def _shortened(names: list[str]) -> str:
+    """Name neighbours together: ``layers.0 .. layers.11 (12)``."""
+    return (
+        names[0]
+        if len(names) == 1
+        else f"{names[0]} .. {names[-1].rpartition('.')[2]} ({len(names)})"
+    )
