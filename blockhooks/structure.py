@@ -589,11 +589,13 @@ class _Search:
             stack.extend(reversed(children))
 
     def globals_of(self, function: Any) -> None:
-        code = getattr(function, "__code__", None)
-        if code is not None:
-            namespace = function.__globals__
-            for name in _global_names(code, _Namespace(namespace)):
-                self.value(namespace.get(name), 0)
+        while function is not None:  # a decorator's function, then the one that it decorates
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                namespace = function.__globals__
+                for name in _global_names(code, _Namespace(namespace)):
+                    self.value(namespace.get(name), 0)
+            function = getattr(function, "__wrapped__", None)
 
     def value(self, value: Any, depth: int) -> None:
         """Look for generators and for modules that are held outside of `_modules`."""
