@@ -2,14 +2,15 @@
 
 A `Timeline` holds the spans of one step. Its marks are clock readings on the CPU and events on an accelerator, which
 are resolved when figures are asked for, so that nothing waits for the device. `SavedBytes` counts what autograd saves
-while a block runs and hands every tensor on. Neither keeps a tensor (R8).
+while a block runs and hands every tensor on; `FlopCounter` counts operations. None of them keeps a tensor (R8).
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any, Final, NamedTuple, Self
@@ -17,13 +18,18 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "PHASES",
     "RECOMPUTE",
+    "FlopCounter",
     "SavedBytes",
     "Span",
     "Timeline",
@@ -34,17 +40,21 @@ __all__ = [
     "storages",
 ]
 
-FORWARD: Final = 0
-RECOMPUTE: Final = 1
-BACKWARD: Final = 2
+PHASES: Final = ("forward", "recompute", "backward")
+FORWARD, RECOMPUTE, BACKWARD = range(3)
 
-Mark = Any  # nanoseconds, or an event of the device
+
+class Mark(NamedTuple):
+    """A point in time: of the host's clock, and an event of the device if there is one."""
+
+    ns: int
+    event: Any = None
 
 
 class Span:
     """A stretch of time that belongs to one block in one phase, inside of the span that was open when it began."""
 
-    __slots__ = ("begin", "block", "end", "parent", "phase", "task")
+    __slots__ = ("begin", "block", "end", "parent", "phase", "range", "task")
 
     def __init__(
         self, block: str, phase: int, parent: Span | None, task: tuple[int, object] | None
@@ -53,8 +63,9 @@ class Span:
         self.phase = phase
         self.parent = parent
         self.task = task
-        self.begin: Mark = None
-        self.end: Mark = None
+        self.begin: Mark
+        self.end: Mark | None = None
+        self.range: Any = None
 
     @property
     def depth(self) -> int:
@@ -67,28 +78,37 @@ class Timeline:
 
     Args:
         device: Device of x. Marks are events on an accelerator, and the clock of the host elsewhere.
+        ranges: Whether each span is also a range of `torch.profiler.record_function`.
 
     Attributes:
+        begin: When the step began.
+        end: When the last run, span or backward ended.
         spans: All spans in the order in which they began.
         backwards: Number of backward passes that reached a block and have ended.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranges: bool = False) -> None:
         self.device = device
         self.spans: list[Span] = []
         self.backwards = 0
+        self._ranges = ranges
         self._on_host = device.type in ("cpu", "meta")
-        self.now: Callable[[], Mark] = time.perf_counter_ns if self._on_host else self._event
         self._open: defaultdict[int, list[Span]] = defaultdict(list)  # for each thread
         self._tasks: set[int] = set()
-        self.began_ns = time.perf_counter_ns()
-        self.begin: Mark = self.now()
-        self.end: Mark = self.begin
+        self.begin = self.end = self.now()
 
-    def _event(self) -> torch.Event:
+    def now(self) -> Mark:
+        """Mark this point in time."""
+        if self._on_host:
+            return Mark(time.perf_counter_ns())
         event = torch.Event(self.device, enable_timing=True)
         event.record()
-        return event
+        return Mark(time.perf_counter_ns(), event)
+
+    def innermost(self) -> Span | None:
+        """The innermost span that is open in this thread."""
+        stack = self._open[get_ident()]
+        return stack[-1] if stack else None
 
     def open(self, block: str, phase: int, task: tuple[int, object] | None = None) -> Span:
         """Begin a span within the innermost open one of this thread."""
@@ -96,6 +116,9 @@ class Timeline:
         span = Span(block, phase, stack[-1] if stack else None, task)
         stack.append(span)
         self.spans.append(span)
+        if self._ranges:
+            span.range = record_function(f"{block} {PHASES[phase]}")
+            span.range.__enter__()
         span.begin = self.now()
         return span
 
@@ -104,16 +127,23 @@ class Timeline:
         self.end = self.now()
         stack = self._open[get_ident()]
         while stack and span.end is None:
-            stack.pop().end = self.end if stack else None
+            self._pop(stack)
+
+    def _pop(self, stack: list[Span]) -> None:
+        span = stack.pop()
+        span.end = self.end
+        if span.range is not None:
+            span.range.__exit__(None, None, None)
+            span.range = None
 
     def backward_begins(self, watch: Watch) -> None:
         """Begin the backward of a block, which ends that of the block before it."""
         graph_task = torch._C._current_graph_task_id()
-        stack = self._open[get_ident()]
-        if stack and (task := stack[-1].task) is not None and task[0] == graph_task:
-            if task[1] is watch:
+        open_span = self.innermost()
+        if open_span is not None and open_span.task is not None and open_span.task[0] == graph_task:
+            if open_span.task[1] is watch:
                 return
-            self.close(stack[-1])
+            self.close(open_span)
         watch.waiting = watch.inputs
         if graph_task not in self._tasks:
             self._tasks.add(graph_task)
@@ -124,31 +154,33 @@ class Timeline:
     def block_ends(self, watch: Watch) -> None:
         """End the backward of a block once the gradient has reached all of its inputs."""
         watch.waiting -= 1
-        stack = self._open[get_ident()]
-        if watch.waiting <= 0 and stack and (task := stack[-1].task) and task[1] is watch:
-            self.close(stack[-1])
+        span = self.innermost()
+        if watch.waiting <= 0 and span is not None and span.task and span.task[1] is watch:
+            self.close(span)
 
     def _backward_ends(self, graph_task: int) -> None:
         self._tasks.discard(graph_task)
         self.backwards += 1
         self.end = self.now()
         for stack in self._open.values():
-            while stack and (task := stack[-1].task) is not None and task[0] == graph_task:
-                stack.pop().end = self.end
+            while stack and stack[-1].task is not None and stack[-1].task[0] == graph_task:
+                self._pop(stack)
 
     @property
     def done(self) -> bool:
         """Whether the device has passed the last mark; never waits."""
-        return self._on_host or bool(self.end.query())
+        return self._on_host or bool(self.end.event.query())
 
     def resolve(self) -> None:
         """Wait until the device has passed the last mark."""
         if not self._on_host:
-            self.end.synchronize()
+            self.end.event.synchronize()
 
     def elapsed(self, begin: Mark, end: Mark) -> float:
         """Milliseconds between two marks that the device has passed."""
-        return (end - begin) / 1e6 if self._on_host else float(begin.elapsed_time(end))
+        if begin.event is None or end.event is None:
+            return (end.ns - begin.ns) / 1e6
+        return float(begin.event.elapsed_time(end.event))
 
     def closed(self) -> Iterator[tuple[Span, float, float]]:
         """Yield each span that has ended with its begin and end, in ms from the beginning of the step."""
@@ -183,6 +215,79 @@ class Watch:
     def end(self, _: object) -> None:
         """Before a node that made one of the block's inputs."""
         self.timeline.block_ends(self)
+
+
+# ------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+class FlopCounter(TorchDispatchMode):
+    """Count floating-point operations for the span that is open, by the formulas of `torch.utils.flop_counter`.
+
+    Args:
+        timeline: Whose spans.
+
+    Attributes:
+        flops: Operations by name of the block and phase.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self.flops: Counter[tuple[str, int]] = Counter()
+        self._timeline = timeline
+        self._depths: Counter[int] = Counter()  # for each thread
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code compiled: what is counted must be what runs without the counter."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        span = self._timeline.innermost()
+        if formula is not None and span is not None:
+            self.flops[span.block, span.phase] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count within a ``with`` statement."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    # Once on the stack of modes, whatever nests: a recompute runs within a node of a backward.
+
+    def _begin(self, _: object = None) -> None:
+        self._depths[get_ident()] += 1
+        if self._depths[get_ident()] == 1:
+            self.__enter__()
+
+    def _end(self, *_: object) -> None:
+        self._depths[get_ident()] -= 1
+        if self._depths[get_ident()] == 0:
+            self.__exit__(None, None, None)
+
+    def watch(self, outputs: Iterable[Node], inputs: Iterable[Node]) -> None:
+        """Count in the backward from some nodes down to others.
+
+        Node by node, since autograd resets a thread's modes before each.
+        """
+        seen, todo = set(inputs), list(outputs)
+        while todo:
+            node = todo.pop()
+            if node in seen or hasattr(
+                node, "variable"
+            ):  # a leaf's node only adds, and may outlive the step
+                continue
+            seen.add(node)
+            node.register_prehook(self._begin)
+            node.register_hook(self._end)
+            todo += [following for following, _ in node.next_functions if following is not None]
 
 
 # ---------------------------------------------------------------------------------------------------- saved tensors
@@ -248,6 +353,9 @@ class SavedBytes:
 
     def __exit__(self, *error: object) -> None:
         self._pair.__exit__(*error)
+        # The pair knows this object: a circle, in which the region would wait for the garbage collector (R8).
+        del self._pair
+        self._outer = None
 
     def _hand_on(self, tensor: Tensor) -> Any:
         self._count(tensor)
