@@ -42,7 +42,7 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 8,
     width: Annotated[int, typer.Option(min=32, help="Width; a multiple of 32.")] = 256,
     seq: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of all that is random.")] = 0,
     text: Annotated[
@@ -54,7 +54,7 @@ def demo(
     ),
     memory_budget: Annotated[
         float, typer.Option(help="Fraction of the plain peak for the third way; 0 leaves it out.")
-    ] = 0.5,
+    ] = 0.0,
 ) -> None:
     """Train a byte-level GPT plain and hooked in turn, and compare the bits.
 

@@ -70,12 +70,12 @@ class Options:
     layers: int = 8
     width: int = 256
     seq: int = 256
-    batch: int = 8
+    batch: int = 4
     device: str = "cpu"
     seed: int = 0
     text: Path | None = None
     out: Path = Path("blockhooks-demo")
-    memory_budget: float = 0.5
+    memory_budget: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "layers", "width", "seq", "batch"):
@@ -161,7 +161,8 @@ class Block(nn.Module):
         query, key, value = heads.transpose(1, 3).unbind(2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(mixed.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x)))))
+        mapped: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.dropout(mapped)
 
 
 class GPT(nn.Module):
@@ -242,7 +243,8 @@ class Way:
 
     def forward(self, ids: Tensor, targets: Tensor, hooks: HookChain | None) -> Tensor:
         """Return the loss of a batch."""
-        return functional.cross_entropy(self.model(ids, hooks).flatten(0, 1), targets.flatten())
+        logits = self.model(ids, hooks)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def step(self, batch: tuple[Tensor, Tensor], seed: int, first: Way) -> None:
         """Take a training step and compare it with the first way's."""
@@ -251,7 +253,7 @@ class Way:
         torch.manual_seed(seed)
         began = clock(batch[0])
         loss = self.forward(*batch, self.hooks)
-        loss.backward()
+        torch.autograd.backward(loss)
         seconds = (clock(batch[0]) - began) / 1e9
         self.random_state = torch.get_rng_state()
         gradients = self.gradients()
@@ -276,7 +278,7 @@ class Way:
             began = time.perf_counter_ns()
             loss = self.forward(*batch, hooks)
             forward_done = clock(batch[0])
-            loss.backward()
+            torch.autograd.backward(loss)
             done = clock(batch[0])
         self.timeline = Timeline(
             peak=meter.peak,
@@ -329,6 +331,15 @@ class Timeline:
         if any(start <= at < stop for start, stop in self.recomputes):
             return "recompute"
         return "backward"
+
+    def samples(self) -> list[tuple[int, int]]:
+        """Return the live bytes over time, with one sample more wherever a phase begins."""
+        edges = [self.forward_done, self.done, *(at for span in self.recomputes for at in span)]
+        samples, amount = [], 0
+        for at, live in sorted([*((at, -1) for at in edges), *self.live]):
+            amount = amount if live < 0 else live
+            samples.append((at, amount))
+        return samples
 
 
 def clock(tensor: Tensor) -> int:
@@ -386,7 +397,7 @@ def figures(options: Options, ways: Sequence[Way], profile: dict[str, Any]) -> d
 
 def loss_table(ways: Sequence[Way]) -> Table:
     """Show the loss of each step, side by side."""
-    table = import_extra("rich.table", "demo", "the demo").Table(
+    table: Table = import_extra("rich.table", "demo", "the demo").Table(
         title="Loss of each step (nats per byte)"
     )
     table.add_column("step", justify="right")
@@ -402,7 +413,9 @@ def loss_table(ways: Sequence[Way]) -> Table:
 
 def summary_table(ways: Sequence[Way]) -> Table:
     """Show what each way costs, and whether it is bit for bit the plain loop."""
-    table = import_extra("rich.table", "demo", "the demo").Table(title="Memory and time of a step")
+    table: Table = import_extra("rich.table", "demo", "the demo").Table(
+        title="Memory and time of a step"
+    )
     table.add_column("")
     for heading in ("activation peak", "of plain", "step time", "of plain", "bit for bit"):
         table.add_column(heading, justify="right")
@@ -429,20 +442,26 @@ COLORS = {"forward": "#0072b2", "recompute": "#e69f00", "backward": "#56b4e9"}
 HATCHES = {"forward": None, "recompute": "////", "backward": None}
 
 
-def draw(ways: Sequence[Way], path: Path) -> None:
+def draw(options: Options, ways: Sequence[Way], path: Path) -> None:
     """Draw the live activation bytes of each way over one step, one panel below the other, as a PNG."""
     figure_type = import_extra("matplotlib.figure", "demo", "drawing the picture").Figure
     patch = import_extra("matplotlib.patches", "demo", "drawing the picture").Patch
-    figure = figure_type(figsize=(10, 1.2 + 2.3 * len(ways)), dpi=160, layout="constrained")
+    figure = figure_type(figsize=(10, 1.4 + 2.2 * len(ways)), dpi=160, layout="constrained")
     panels = figure.subplots(len(ways), sharex=True, sharey=True, squeeze=False)[:, 0]
-    top = max(way.timeline.peak for way in ways) / MIB
     for axes, way in zip(panels, ways, strict=True):
         draw_panel(axes, way, ways[0])
-        axes.set_ylim(0, top * 1.18)
-        axes.set_xlim(0, max(w.timeline.done for w in ways) / 1e6)
-    panels[-1].set_xlabel("time since the step began (ms)")
+    panels[0].set_ylim(0, max(way.timeline.peak for way in ways) / MIB * 1.2)
+    panels[0].set_xlim(0, max(way.timeline.done for way in ways) / 1e6)
+    panels[-1].set_xlabel("time since the step began (ms, with the meter on)")
     figure.supylabel("live activations (MiB)", fontsize=10)
     figure.suptitle("One training step: what is alive, and when", fontsize=13, fontweight="bold")
+    panels[0].set_title(
+        f"{options.layers} blocks, width {options.width}, sequence {options.seq}, "
+        f"batch {options.batch}, {options.device}",
+        loc="right",
+        fontsize=9,
+        color="#555555",
+    )
     figure.legend(
         handles=[
             patch(facecolor=COLORS[name], hatch=HATCHES[name], edgecolor="white", label=name)
@@ -458,14 +477,16 @@ def draw(ways: Sequence[Way], path: Path) -> None:
 def draw_panel(axes: Any, way: Way, first: Way) -> None:
     """Fill the area below the live bytes of one way, coloured by phase."""
     timeline = way.timeline
-    times = [at / 1e6 for at, _ in timeline.live]
-    live = [amount / MIB for _, amount in timeline.live]
-    phases = [timeline.phase(at) for at, _ in timeline.live]
+    samples = timeline.samples()
+    times = [at / 1e6 for at, _ in samples]
+    live = [amount / MIB for _, amount in samples]
+    phases = [timeline.phase(at) for at, _ in samples]
     for name, color in COLORS.items():
         axes.fill_between(
             times,
             live,
-            where=[phase == name for phase in phases],
+            # Up to the sample at which the next phase begins.
+            where=[name in pair for pair in zip(phases, [None, *phases], strict=False)],
             step="post",
             facecolor=color,
             edgecolor="white",
@@ -535,16 +556,19 @@ def run(options: Options, console: Console) -> bool:
         advance = partial(bar.advance, task)
         train(options, ways, advance)
         # Before the measured steps: the meter slows them down, and a profile of it would show that.
-        blocks = {"table": profile.table(), "figures": profile.to_dict()}
+        blocks, block_table = profile.to_dict(), profile.table()
         profile.chrome_trace(options.out / "trace.json")
         batch = next(batches(read_text(options), options))
         for way in ways:
             way.measure(batch)
             advance()
-    draw(ways, options.out / "memory.png")
-    found = figures(options, ways, blocks["figures"])
+    draw(options, ways, options.out / "memory.png")
+    found = figures(options, ways, blocks)
     (options.out / "figures.json").write_text(json.dumps(found, indent=2) + "\n")
-    console.print(loss_table(ways), summary_table(ways), blocks["table"])
+    console.print(loss_table(ways), summary_table(ways))
+    console.print(block_table, markup=False, highlight=False, soft_wrap=True)
     for name, meaning in WRITTEN.items():
-        console.print(f"{options.out / name}: {meaning}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{options.out / name}: {meaning}", markup=False, highlight=False, soft_wrap=True
+        )
     return all(bit_equal(way, ways[0]) for way in ways)
