@@ -9,6 +9,7 @@ from __future__ import annotations
 from blockhooks import plan
 from blockhooks.apply import apply_blocks
 from blockhooks.chain import HookChain
+from blockhooks.checkpointing import checkpoint
 from blockhooks.errors import (
     AttachError,
     BlockhooksError,
@@ -24,6 +25,7 @@ from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
 from blockhooks.hookspecs import hookimpl
+from blockhooks.modules import Checkpointed, HookedBlock, HookedBlocks
 from blockhooks.plan import Segment
 from blockhooks.recompute import is_recomputing
 from blockhooks.run import current_block
@@ -34,8 +36,11 @@ __all__ = [
     "BlockhooksWarning",
     "BudgetError",
     "Checkpoint",
+    "Checkpointed",
     "HookChain",
     "HookError",
+    "HookedBlock",
+    "HookedBlocks",
     "MissingExtraError",
     "PlanError",
     "RNGSnapshot",
@@ -44,6 +49,7 @@ __all__ = [
     "StateSnapshot",
     "VersionGuard",
     "apply_blocks",
+    "checkpoint",
     "current_block",
     "hookimpl",
     "is_recomputing",

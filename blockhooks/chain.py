@@ -30,7 +30,7 @@ from blockhooks.run import Block, Hidden, HookRelay, Region, Run
 
 __all__ = ["DEFAULT_HOOKS", "HookChain", "Hooks"]
 
-DEFAULT_HOOKS: tuple[Callable[[], Any], ...] = (VersionGuard, StateSnapshot, RNGSnapshot)
+DEFAULT_HOOKS: tuple[type, ...] = (VersionGuard, StateSnapshot, RNGSnapshot)
 """What is in every chain unless removed by name: what crosses the boundary so that `Checkpoint` alone is right."""
 
 HOOKS = ("plan_segments", "run_blocks", "run_segment", "recompute_context", "run_block")
@@ -334,7 +334,7 @@ class HookChain:
                     )
             if isinstance(plugin, type):
                 names[i] = f"hooks[{i}]"
-        defaults = {factory.__name__: factory for factory in DEFAULT_HOOKS if isinstance(factory, type)}
+        defaults = {factory.__name__: factory for factory in DEFAULT_HOOKS}
         for name in without:
             if name not in defaults:
                 raise HookError(
@@ -394,11 +394,18 @@ class HookChain:
                 )
         return "\n".join(lines)
 
-    def __len__(self) -> int:
-        return len(self.plugins)
+    def __reduce__(self) -> tuple[Callable[..., HookChain], tuple[Any, ...]]:
+        """Copy and pickle by the plugins; the bound functions are made anew."""
+        return _rebuilt, (self.plugins,)
 
     def __repr__(self) -> str:
         return f"HookChain([{', '.join(type(plugin).__name__ for plugin in self.plugins)}])"
+
+
+def _rebuilt(plugins: tuple[Any, ...]) -> HookChain:
+    present = {type(plugin).__name__ for plugin in plugins}
+    absent = [default.__name__ for default in DEFAULT_HOOKS if default.__name__ not in present]
+    return HookChain(plugins, without=absent)
 
 
 Hooks = Union[HookChain, Sequence[Any], Any]

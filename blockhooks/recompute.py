@@ -270,8 +270,8 @@ class _Replay:
             )
         if self.returned and self.count > expected and frame.check != "none":
             raise RecomputeError(
-                f"{frame.describe()}: the recompute is trying to save more tensors ({self.count}) than the forward "
-                f"({expected}): the block took another path. Something that it reads changed in between; carry it in "
+                f"{frame.describe()}: trying to save more tensors during recomputation ({self.count}) than during the "
+                f"forward ({expected}): the block took another path. Something that it reads changed in between; carry it in "
                 "a recompute_context, or keep this block."
             )
 
@@ -508,6 +508,7 @@ def checkpointed(
     check: Check = "shapes",
     describe: Callable[[], str] = lambda: "the checkpointed function",
     on_keep: Callable[[str], None] | None = None,
+    forward_context: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Any:
     """Call a function; what autograd saves inside is dropped, and recomputed when the backward needs it.
 
@@ -524,6 +525,7 @@ def checkpointed(
             ``"values"`` (the same and every bit; runs to the end, and reads each saved tensor once more), ``"none"``.
         describe: Names the function in errors.
         on_keep: Told the reason where what autograd saved was kept instead.
+        forward_context: Entered around the call, inside of our own saved-tensor hooks; not around a recompute.
 
     Raises:
         HookError: If an argument is an iterator.
@@ -539,7 +541,11 @@ def checkpointed(
     token = _OPEN.set(frame)
     try:
         with saved_tensors_hooks(frame.pack, _unpack):
-            result = function(*args, **kwargs)
+            if forward_context is None:
+                result = function(*args, **kwargs)
+            else:
+                with forward_context:
+                    result = function(*args, **kwargs)
     except BaseException:
         for factory in contexts:
             _forward_done(factory, failed=True)

@@ -143,6 +143,10 @@ class Run:
         self.segments = self.hooks.plan_segments(self)
         if self.carry is None and isinstance(x, Tensor):
             self.carry = carried
+        return self.execute_planned(x)
+
+    def execute_planned(self, x: Hidden) -> Hidden:
+        """Run through the hooks by the plan that is in `segments`."""
         try:
             return self.hooks.run_blocks(self, x)
         finally:
@@ -187,13 +191,10 @@ class Run:
             _SIDE_INPUTS.reset(token)
 
     def survey(self, segment: Segment) -> Survey:
-        """The modules, objects and random generators reachable from a segment's blocks and the side inputs."""
+        """The modules, objects and random generators reachable from a segment's blocks, x and the side inputs."""
         if self._survey is not None and self._survey[0] is segment:
             return self._survey[1]
-        args, kwargs = self.side()
-        found = survey(self.blocks[segment.start : segment.stop], (args, kwargs))
-        self._survey = (segment, found)
-        return found
+        return survey(self.blocks[segment.start : segment.stop], self.side())
 
 
 class CurrentBlock:
@@ -268,11 +269,13 @@ class Region:
 
         To be called just before the region's forward, and only if it may be recomputed.
         """
-        self.run._survey = None
+        run, segment = self.run, self.segment
+        blocks = run.blocks[segment.start : segment.stop]
+        run._survey = (segment, survey(blocks, (*run.side(), x)))
         try:
-            return self.run.hooks.recompute_context(self.run, self.segment, x)
+            return run.hooks.recompute_context(run, segment, x)
         finally:
-            self.run._survey = None
+            run._survey = None
 
     def keep(self, reason: str) -> None:
         """Note that the region keeps what autograd saved, since it cannot be executed again."""

@@ -1,0 +1,119 @@
+"""Modules that run through a hook chain: a list of blocks, and a single block inside of anybody's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from blockhooks.apply import apply_blocks, call_block
+from blockhooks.chain import HookChain, Hooks
+from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.run import Hidden
+
+__all__ = ["Checkpointed", "HookedBlock", "HookedBlocks"]
+
+
+class HookedBlocks(nn.ModuleList):
+    """A list of blocks whose forward is `apply_blocks`.
+
+    Its `state_dict` has the keys of an `nn.ModuleList` of the same blocks.
+
+    Args:
+        blocks: The blocks.
+        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`. Built once.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module] | None = None, *, hooks: Hooks = ()) -> None:
+        super().__init__(blocks)
+        self.chain = _chain(hooks)
+
+    def forward(self, x: Hidden, *args: Any, **kwargs: Any) -> Hidden:
+        """Run the blocks through the hook chain.
+
+        Args:
+            x: The hidden state.
+            *args: Side inputs.
+            **kwargs: Side inputs by keyword.
+
+        Returns:
+            The last x.
+        """
+        return apply_blocks(self, x, *args, hooks=() if self.chain is None else self.chain, **kwargs)
+
+
+def _chain(hooks: Hooks) -> HookChain | None:
+    """Build a chain once; None where there are no hooks, so that the plain loop stays one."""
+    if isinstance(hooks, HookChain):
+        return hooks
+    return None if isinstance(hooks, (tuple, list)) and not hooks else HookChain(hooks)
+
+
+class HookedBlock(nn.Module):
+    """One block that runs through a hook chain, inside of anybody's loop.
+
+    It *is* the block in all but its call: both have the same attributes, parameters, buffers, children and module hooks
+    (the very same dict), so `state_dict`, `named_parameters` and `repr` are those of the block. What the block returns
+    is returned as it is; hooks see its first argument as x, and the first element of its output.
+
+    Args:
+        block: An `nn.Module`.
+        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`. Built once.
+    """
+
+    # Beside the dict that is shared with the block.
+    __slots__ = ("_hooked", "_hook_chain")
+    _hooked: nn.Module
+    _hook_chain: HookChain | None
+
+    def __init__(self, block: nn.Module, *, hooks: Hooks = ()) -> None:
+        if not isinstance(block, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__}(block) expected an nn.Module, found {block!r}; run plain callables with "
+                "apply_blocks."
+            )
+        object.__setattr__(self, "__dict__", block.__dict__)
+        object.__setattr__(self, "_hooked", block)
+        object.__setattr__(self, "_hook_chain", _chain(hooks))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block's forward through the hook chain, with its own arguments."""
+        if self._hook_chain is None:
+            return self._hooked.forward(*args, **kwargs)
+        return call_block(
+            self._hook_chain.hooks, (self._hooked,), 0, args, kwargs, call=self._hooked.forward
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._hooked, name)
+
+    def __repr__(self) -> str:
+        return repr(self._hooked)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copy and pickle as the block and the chain, which are joined anew."""
+        return _rejoined, (type(self), self._hooked, self._hook_chain)
+
+
+def _rejoined(kind: type[HookedBlock], block: nn.Module, chain: HookChain | None) -> HookedBlock:
+    hooked = kind.__new__(kind)
+    HookedBlock.__init__(hooked, block, hooks=() if chain is None else chain)
+    return hooked
+
+
+class Checkpointed(HookedBlock):
+    """One block under activation checkpointing: ``nn.ModuleList(map(Checkpointed, blocks))``.
+
+    Args:
+        block: An `nn.Module`.
+        **options: Options of `Checkpoint`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        super().__init__(block, hooks=Checkpoint(**options))
