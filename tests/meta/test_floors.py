@@ -7,15 +7,15 @@ import pytest
 from tests.meta.source import modules, own_imports
 
 FLOORS = (
-    ("errors", "plan", "structure", "report"),
-    ("recompute", "memory", "timeline"),
+    ("errors", "plan", "structure", "report", "costs", "solver", "recipes"),
+    ("recompute", "memory", "timeline", "rebuild"),
     ("hookspecs", "run"),
     ("hooks",),
     ("chain",),
-    ("apply", "checkpointing", "modules"),
+    ("apply", "checkpointing", "lowering", "modules"),
     ("attach", "models", "budget"),
     ("testing", "pytest_plugin", "verify", "integrations"),
-    ("cli", "__main__", "demo"),
+    ("cli", "__main__", "demo", "targets"),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
@@ -39,7 +39,7 @@ def test_imports_go_down(module):
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("hooks.")])
 def test_a_built_in_hook_imports_no_sibling(module):
     for found in own_imports(MODULES[module]):
-        assert not found.module.startswith("hooks"), f"{MODULES[module]}:{found.line}"
+        assert found.module.split(".")[0] != "hooks", f"{MODULES[module]}:{found.line}"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("hooks.")])
