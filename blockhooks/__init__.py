@@ -25,6 +25,7 @@ from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
 from blockhooks.hookspecs import hookimpl
+from blockhooks.models import attach
 from blockhooks.modules import Checkpointed, HookedBlock, HookedBlocks
 from blockhooks.plan import Segment
 from blockhooks.recompute import is_recomputing
@@ -49,6 +50,7 @@ __all__ = [
     "StateSnapshot",
     "VersionGuard",
     "apply_blocks",
+    "attach",
     "checkpoint",
     "current_block",
     "hookimpl",

@@ -6,7 +6,6 @@ side inputs; of the result one part is the next x, and the rest goes back to the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,7 +122,9 @@ class _Output:
     __slots__ = ("open", "value", "x")
 
     def __init__(self) -> None:
-        self.open, self.value, self.x = True, None, None
+        self.open = True
+        self.value: Any = None
+        self.x: Any = None
 
     def pick(self, value: Any) -> Hidden:
         x = _first(value)
@@ -155,12 +156,14 @@ def _first(value: Any) -> Any:
 def _replaced(value: Any, old: Any, new: Any) -> Any:
     if value is old:
         return new
-    if dataclasses.is_dataclass(value) and isinstance(value, Mapping):  # a ModelOutput
-        return type(value)(**{name: new if part is old else part for name, part in value.items()})
+    kind: Any = type(value)
     if isinstance(value, Mapping):
-        return type(value)({name: new if part is old else part for name, part in value.items()})  # type: ignore[call-arg]
-    parts = [new if part is old else part for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        parts = {name: new if part is old else part for name, part in value.items()}
+        return (
+            kind(**parts) if hasattr(kind, "__dataclass_fields__") else kind(parts)
+        )  # a ModelOutput, or a dict
+    items = [new if part is old else part for part in value]
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def in_backward() -> bool:

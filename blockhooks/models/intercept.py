@@ -40,6 +40,7 @@ _lock = threading.RLock()
 def route(module: nn.Module, target: Route) -> None:
     """Send the calls of a module to `target` until `unroute`."""
     with _lock:
+        _sweep()
         _routes[module] = target
         key = _entry_of(module)
         if key not in _entries:
@@ -51,16 +52,22 @@ def unroute(module: nn.Module) -> None:
     """Give a module its own calls back."""
     with _lock:
         _routes.pop(module, None)
-        for key, entry in list(_entries.items()):
+        for entry in _entries.values():
             entry.members.discard(module)
-            if not entry.members:
-                entry.remove()
-                del _entries[key]
+        _sweep()
 
 
 def is_routed(module: nn.Module) -> bool:
     """Tell whether a module's calls go to a route."""
     return module in _routes
+
+
+def _sweep() -> None:
+    """Free the classes of which no routed instance is left."""
+    for key, entry in list(_entries.items()):
+        if not entry.members:
+            entry.remove()
+            del _entries[key]
 
 
 def _entry_of(module: nn.Module) -> tuple[type, str]:

@@ -66,7 +66,7 @@ class Measure:
         def counted(tensor: torch.Tensor) -> Any:
             if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                self._seen.setdefault(StorageWeakRef(storage), storage.nbytes())
+                self._seen.setdefault(_weakly(storage), storage.nbytes())
             return pack(tensor)
 
         self._hooks = saved_tensors_hooks(counted, unpack)
@@ -82,20 +82,29 @@ class Measure:
         if not self.taken or not self._count:
             return
         aside = {
-            StorageWeakRef(tensor.untyped_storage()).cdata
+            _weakly(tensor.untyped_storage()).cdata
             for tensor in tensors_in(others)
             if tensor.layout is torch.strided
         }
         own = {ref: nbytes for ref, nbytes in self._seen.items() if ref.cdata not in aside}
         self.saved = sum(own.values())
-        self.dropped = sum(nbytes for ref, nbytes in own.items() if ref.expired())
+        self.dropped = self.saved - sum(nbytes for ref, nbytes in own.items() if not _gone(ref))
         self._seen.clear()
 
 
 def active_hooks() -> tuple[Any, Any] | None:
     """The pair of saved-tensor hooks that autograd would call now."""
-    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return pair
+
+
+def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """A reference that keeps the storage's identity, not its memory."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _gone(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 class BlockRecord:
