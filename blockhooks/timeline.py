@@ -8,10 +8,13 @@ while a block runs and hands every tensor on; `FlopCounter` counts operations. N
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
+from operator import itemgetter
 from threading import get_ident
 from typing import Any, Final, NamedTuple, Self
 
@@ -24,24 +27,26 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
+from blockhooks.report.figures import PHASES, BlockStep, StepFigures
+
 __all__ = [
     "BACKWARD",
     "FORWARD",
-    "PHASES",
     "RECOMPUTE",
     "FlopCounter",
     "SavedBytes",
     "Span",
+    "Step",
     "Timeline",
     "Watch",
     "active_hooks",
     "hooks_are_possible",
-    "identities",
-    "storages",
+    "sizes",
 ]
 
-PHASES: Final = ("forward", "recompute", "backward")
 FORWARD, RECOMPUTE, BACKWARD = range(3)
+
+POINTS: Final = 2000  # of a picture of live bytes
 
 
 class Mark(NamedTuple):
@@ -220,7 +225,7 @@ class Watch:
 # ------------------------------------------------------------------------------------------------------------- FLOPs
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count floating-point operations for the span that is open, by the formulas of `torch.utils.flop_counter`.
 
     Args:
@@ -233,7 +238,7 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, timeline: Timeline) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops: Counter[tuple[str, int]] = Counter()
         self._timeline = timeline
         self._depths: Counter[int] = Counter()  # for each thread
@@ -265,12 +270,12 @@ class FlopCounter(TorchDispatchMode):
     def _begin(self, _: object = None) -> None:
         self._depths[get_ident()] += 1
         if self._depths[get_ident()] == 1:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *_: object) -> None:
         self._depths[get_ident()] -= 1
         if self._depths[get_ident()] == 0:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def watch(self, outputs: Iterable[Node], inputs: Iterable[Node]) -> None:
         """Count in the backward from some nodes down to others.
@@ -288,6 +293,142 @@ class FlopCounter(TorchDispatchMode):
             node.register_prehook(self._begin)
             node.register_hook(self._end)
             todo += [following for following, _ in node.next_functions if following is not None]
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+class Step:
+    """What is recorded of one step.
+
+    Args:
+        number: The step's number, from 0.
+        timeline: Where its spans go.
+        recorded: Whether there will be any.
+
+    Attributes:
+        blocks: What is known of each block besides its spans, by name.
+        names: The blocks that have run or will.
+        runs: Runs that have begun and not ended.
+        flops: Counts operations, if they are counted in this step.
+        counted: The blocks whose operations are counted.
+    """
+
+    def __init__(self, number: int, timeline: Timeline, recorded: bool) -> None:
+        self.number = number
+        self.timeline = timeline
+        self.recorded = recorded
+        self.blocks: dict[str, BlockStep] = {}
+        self.names: set[str] = set()
+        self.runs = 0
+        self.flops: FlopCounter | None = None
+        self.counted: set[str] = set()
+
+    def block(self, index: int, name: str) -> BlockStep:
+        """Return what is known of a block."""
+        if name not in self.blocks:
+            self.blocks[name] = BlockStep(index, name)
+        return self.blocks[name]
+
+    def count_flops(self, name: str) -> None:
+        """Count the operations of a block in this step."""
+        self.flops = self.flops or FlopCounter(self.timeline)
+        self.counted.add(name)
+
+    def counting(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which the operations of a block are counted, if they are to be."""
+        return (
+            nullcontext()
+            if self.flops is None or name not in self.counted
+            else self.flops.counting()
+        )
+
+    @property
+    def wall_ms(self) -> float:
+        """Milliseconds from the beginning to the end."""
+        return self.timeline.elapsed(self.timeline.begin, self.timeline.end)
+
+    def figures(self) -> StepFigures:
+        """Return the figures as far as they are known; waits for the device."""
+        self.timeline.resolve()
+        blocks = {name: copy(block) for name, block in self.blocks.items()}
+        for name, block in blocks.items():
+            block.ms, block.calls = [0.0] * 3, [0] * 3
+            if self.flops is not None and name in self.counted:
+                block.flops = [self.flops.flops[name, phase] for phase in range(3)]
+        for span, begin, end in self.timeline.closed():
+            blocks[span.block].ms[span.phase] += end - begin
+            blocks[span.block].calls[span.phase] += 1
+            if span.parent is not None and span.parent.end is not None:
+                blocks[span.parent.block].ms[span.parent.phase] -= end - begin
+        return StepFigures(self.number, self.wall_ms, blocks)
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Return the spans as plain numbers and strings, in milliseconds from the beginning."""
+        self.timeline.resolve()
+        return [_describe(span, begin, end) for span, begin, end in self.timeline.closed()]
+
+    def trace(self, origin_ns: int) -> dict[str, Any]:
+        """Return what a trace shows of this step.
+
+        Args:
+            origin_ns: Where the trace begins, by the host's clock.
+        """
+        return {
+            "number": self.number,
+            "begin_ms": (self.timeline.begin.ns - origin_ns) / 1e6,
+            "wall_ms": self.wall_ms,
+            "spans": self.spans(),
+        }
+
+    def memory(
+        self, samples: Sequence[tuple[int, int]], peak: int, began_ns: int, ended_ns: int
+    ) -> dict[str, Any]:
+        """Return the live bytes over time, and the most that were live during each block.
+
+        Args:
+            samples: Times by the host's clock and live bytes, one for each change.
+            peak: The most bytes that were live at once.
+            began_ns: When the measurement began.
+            ended_ns: When it ended.
+        """
+        self.timeline.resolve()
+        times = [at for at, _ in samples]
+        spans, peaks = [], dict.fromkeys(self.blocks, 0)
+        for span in self.timeline.spans:
+            if span.end is None:
+                continue
+            first, last = bisect_right(times, span.begin.ns), bisect_right(times, span.end.ns)
+            live = [nbytes for _, nbytes in samples[max(first - 1, 0) : last]]
+            peaks[span.block] = max(peaks[span.block], *live, 0)
+            ends = ((mark.ns - began_ns) / 1e6 for mark in (span.begin, span.end))
+            spans.append(_describe(span, *ends))
+        return {
+            "peak_bytes": peak,
+            "block_peak_bytes": peaks,
+            "wall_ms": (ended_ns - began_ns) / 1e6,
+            "spans": spans,
+            "live": [[(at - began_ns) / 1e6, live] for at, live in _thinned(samples)],
+        }
+
+
+def _describe(span: Span, begin: float, end: float) -> dict[str, Any]:
+    return {
+        "block": span.block,
+        "phase": PHASES[span.phase],
+        "begin_ms": begin,
+        "end_ms": end,
+        "depth": span.depth,
+    }
+
+
+def _thinned(samples: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the lowest and the highest of each few samples, in order of time: a picture shows no more."""
+    few = max(1, 2 * len(samples) // POINTS)
+    for start in range(0, len(samples), few):
+        part = samples[start : start + few]
+        ends = {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
+        yield from sorted(ends)
 
 
 # ---------------------------------------------------------------------------------------------------- saved tensors
@@ -380,7 +521,7 @@ class SavedBytes:
         """Return the bytes counted, and forget the storages.
 
         Args:
-            without: Identities of storages that are not counted, as of `identities`.
+            without: Identities of storages that are not counted, as of `sizes`.
             x: Those of the block's input.
 
         Returns:
@@ -408,6 +549,6 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield from (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
 
 
-def identities(tensors: Iterable[Tensor]) -> set[int]:
-    """Return what tells the storages of tensors apart while they live."""
-    return {storage._cdata for tensor in tensors for storage in storages(tensor)}
+def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the storages of tensors, by what tells storages apart while they live."""
+    return {s._cdata: s.nbytes() for tensor in tensors for s in storages(tensor)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import platform
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +20,23 @@ from torch.autograd.graph import Node
 from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_leaves
 
+from blockhooks import memory
+from blockhooks.errors import BlockhooksError
 from blockhooks.hookspecs import hookimpl
 from blockhooks.report import table as tables
-from blockhooks.report.figures import PHASES, BlockStep, Figures, StepFigures, compare
+from blockhooks.report.figures import BlockStep, Figures, compare, scalars
+from blockhooks.report.live import Strip
 from blockhooks.report.trace import chrome_trace
 from blockhooks.timeline import (
     FORWARD,
     RECOMPUTE,
     SavedBytes,
+    Step,
     Timeline,
     Watch,
     active_hooks,
     hooks_are_possible,
-    identities,
-    storages,
+    sizes,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +50,8 @@ __all__ = ["Profile"]
 # Steps whose spans are kept for a trace, and steps that may wait for a backward that perhaps never comes.
 TRACED: Final = 3
 PENDING: Final = 16
+# Bytes and operations hardly change from step to step, and counting them costs more than taking the time.
+COUNT_EVERY: Final = 32
 
 Schedule = Callable[[int], Any]
 
@@ -63,18 +69,40 @@ class Profile:
     Args:
         schedule: Which steps to record: every n-th, or a function of the step's number such as
             ``torch.profiler.schedule(...)``. All by default.
+        flops: Also count floating-point operations, by the formulas of `torch.utils.flop_counter`.
+        ranges: Make each execution a range of `torch.profiler.record_function`, as in ``"3: Layer recompute"``, which
+            torch's profiler and NVTX show.
+        live: Show blocks as a heat strip while training, refreshed at most four times a second; needs rich.
 
     Side: outside (the run) and inside, in the forward and in each recompute. Keeps no tensor (R8).
+
+    Note:
+        Bytes and operations are counted in the first step, whenever x or the mode of a block has changed, and in
+        every 32nd step; the times of such a step are a little longer.
     """
 
-    def __init__(self, *, schedule: Schedule | int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        schedule: Schedule | int | None = None,
+        flops: bool = False,
+        ranges: bool = False,
+        live: bool = False,
+    ) -> None:
         self._schedule = _schedule(schedule)
+        self._flops = flops
+        self._ranges = ranges
+        self._strip = Strip() if live else None
         self._figures = Figures()
-        self._pending: deque[_Step] = deque()
-        self._step: _Step | None = None
+        self._pending: deque[Step] = deque()
+        self._traced: deque[Step] = deque(maxlen=TRACED)
+        self._step: Step | None = None
         self._number = -1
         self._by_hand = False
-        self._traced: deque[_Step] = deque(maxlen=TRACED)
+        self._counted: dict[str, _Counted] = {}
+        self._measuring = False
+        self._measured: Step | None = None
+        self._memory: dict[str, Any] | None = None
         self._device = torch.device("cpu")
         self._chain = ""
         self._segments: Sequence[Segment] = ()
@@ -99,40 +127,66 @@ class Profile:
 
     @hookimpl(wrapper=True)
     def run_segment(
-        self, run: Run, segment: Segment, x: Hidden, recomputing: bool
+        self, run: Run, segment: Segment, recomputing: bool
     ) -> Generator[None, Any, Any]:
         """Know the segments around a block, and which of them dropped what autograd saved."""
         recording: _Recording | None = run.state.get(self)
         if recording is None or recomputing:
             return (yield)
-        recording.enter(segment)
+        recording.segments.append(segment)
         try:
             return (yield)
         finally:
-            recording.leave(segment, kept=segment in run.kept)
+            recording.segments.pop()
+            if segment in run.kept and not recording.segments:
+                recording.note_kept(segment)
 
     @hookimpl(wrapper=True)
     def run_block(
         self, run: Run, index: int, block: Block, x: Hidden, recomputing: bool
     ) -> Generator[None, Any, Any]:
-        """Take the time of one execution, and in the forward count what autograd saves."""
+        """Take the time of one execution, and in the forward see to the backward's."""
         recording: _Recording | None = run.state.get(self)
         if recording is None:
             return (yield)
         if recomputing or not hooks_are_possible():
             with recording.timed(index, RECOMPUTE if recomputing else FORWARD):
                 return (yield)
-        nodes, input_storages = (
-            _nodes(x),
-            {s._cdata: s.nbytes() for t in _tensors(x) for s in storages(t)},
-        )
-        outer = active_hooks()
-        with SavedBytes(outer) as saved, recording.timed(index, FORWARD):
-            result = yield
-        counted = saved.take(_not_counted(run, block), input_storages.keys())
-        recording.note_saved(index, counted, input_storages, outer)
+        nodes, outer = _nodes(x), active_hooks()
+        mode = _Mode.of(block, x, dropping=recording.drops(outer))
+        if self._take_counted(recording, index, mode):
+            with recording.timed(index, FORWARD):
+                result = yield
+        else:
+            x_bytes = sizes(_tensors(x))
+            with SavedBytes(outer) as saved, recording.timed(index, FORWARD):
+                result = yield
+            counted = saved.take(_not_counted(run, block), x_bytes)
+            recording.note_saved(index, counted, sum(x_bytes.values()), mode.dropping)
         recording.watch(index, nodes, result)
+        self._refresh(recording.step)
         return result
+
+    def _take_counted(self, recording: _Recording, index: int, mode: _Mode) -> bool:
+        """Take the bytes and operations of a block from a step before, unless they are to be counted in this one."""
+        name, step = recording.names[index], recording.step
+        block = step.block(index, name)
+        before = self._counted.get(name)
+        if before and before.mode == mode and step.number - before.step < COUNT_EVERY:
+            block.take_counted(before.block)
+            return True
+        self._counted[name] = _Counted(mode, step.number, block)
+        if self._flops:
+            step.count_flops(name)
+        return False
+
+    def _refresh(self, step: Step) -> None:
+        if self._strip is not None and self._strip.due():
+            done = next(
+                (s for s in reversed(self._pending) if s is not step and s.timeline.done), None
+            )
+            if done is not None:
+                self._strip.show(done.figures())
 
     # ----------------------------------------------------------------------------------------------------- figures
 
@@ -146,6 +200,37 @@ class Profile:
             self._step.timeline.end = self._step.timeline.now()
         self._begin_step(self._device)
 
+    @contextmanager
+    def measure(self, device: torch.device | str | None = None) -> Iterator[None]:
+        """Measure the live bytes of the step within a ``with`` statement: forward and backward.
+
+        Gives the peak of each block and of the step, and the picture of live bytes over time. The step is slower, so
+        its times are left out where others were recorded.
+
+        Args:
+            device: Where to measure, as for `blockhooks.memory.peak`.
+
+        Raises:
+            BlockhooksError: If no block ran within the statement.
+        """
+        self._step, self._measuring, self._measured = None, True, None
+        try:
+            with memory.peak(device, timeline=True) as meter:
+                began_ns = time.perf_counter_ns()
+                yield
+                ended_ns = time.perf_counter_ns()
+            self._memory = self._live_bytes(meter, began_ns, ended_ns)
+        finally:
+            self._step, self._measuring = None, False
+
+    def _live_bytes(self, meter: memory.Meter, began_ns: int, ended_ns: int) -> dict[str, Any]:
+        if self._measured is None:
+            raise BlockhooksError(
+                "Profile.measure() expected a step within the with statement, found no run with this profile in its "
+                "chain; call the model there, and its backward."
+            )
+        return self._measured.memory(meter.timeline, meter.peak, began_ns, ended_ns)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain numbers, strings, lists and dicts, for JSON or an experiment tracker.
 
@@ -153,24 +238,41 @@ class Profile:
         """
         figures, steps = self._read()
         return {
-            **figures.to_dict(),
+            **figures.to_dict(self._memory),
             "device": _device_name(self._device),
             "versions": _versions(),
             "chain": self._chain,
             "plan": [segment.to_dict() for segment in self._segments],
             "timeline": steps[-1].spans() if steps else [],
+            "memory": self._memory,
         }
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures that are numbers by a path, such as ``"blocks/3: Layer/recompute_ms"``.
+
+        For experiment trackers: ``wandb.log(profile.scalars())``, ``mlflow.log_metrics(profile.scalars())``.
+        """
+        return scalars(self.to_dict())
+
+    def log_to(self, writer: Any, step: int | None = None) -> None:
+        """Write all scalars and the table to a TensorBoard ``SummaryWriter``.
+
+        Args:
+            writer: Anything with ``add_scalar`` and ``add_text``.
+            step: Number of the training step.
+        """
+        figures = self.to_dict()
+        for path, value in scalars(figures).items():
+            writer.add_scalar(f"blockhooks/{path}", value, step)
+        writer.add_text("blockhooks/table", tables.markdown_table(figures), step)
 
     def table(self) -> str:
         """Return a table with a line for each block; drawn by rich where that is installed."""
+        figures = self.to_dict()
         try:
-            from rich.console import Console
+            return tables.drawn_table(figures)
         except ModuleNotFoundError:
-            return tables.text_table(self.to_dict())
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+            return tables.text_table(figures)
 
     def compare(self, other: Profile) -> dict[str, Any]:
         """Compare this profile with another one: ratios of times, this divided by the other, and bytes more.
@@ -189,8 +291,8 @@ class Profile:
             path: The file to write, by custom ``*.json``.
         """
         _, steps = self._read()
-        origin = steps[0].timeline.began_ns if steps else 0
-        trace = chrome_trace([step.trace(origin) for step in steps], _versions())
+        origin_ns = steps[0].timeline.begin.ns if steps else 0
+        trace = chrome_trace([step.trace(origin_ns) for step in steps], _versions())
         Path(path).write_text(json.dumps(trace))
 
     def __rich__(self) -> Table:
@@ -204,7 +306,7 @@ class Profile:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def _step_of(self, names: tuple[str, ...], x: Hidden) -> _Step:
+    def _step_of(self, names: tuple[str, ...], x: Hidden) -> Step:
         step = self._step
         again = step is not None and not step.runs and not step.names.isdisjoint(names)
         if step is None or (again and not self._by_hand):
@@ -212,12 +314,15 @@ class Profile:
         step.names.update(names)
         return step
 
-    def _begin_step(self, device: torch.device) -> _Step:
+    def _begin_step(self, device: torch.device) -> Step:
         self._device = device
         self._number += 1
-        self._step = step = _Step(self._number, device, self._schedule(self._number))
+        recorded = self._measuring or self._schedule(self._number)
+        self._step = step = Step(self._number, Timeline(device, self._ranges), recorded)
         self._settle()
-        if step.recorded:
+        if self._measuring:
+            self._measured = step
+        elif recorded:
             self._pending.append(step)
         return step
 
@@ -230,78 +335,46 @@ class Profile:
                 return
             self._pending.popleft()
             self._traced.append(step)
-            step.add_to(self._figures)
+            self._figures.add(step.figures())
 
-    def _read(self) -> tuple[Figures, list[_Step]]:
+    def _read(self) -> tuple[Figures, list[Step]]:
         """Return the figures with the steps that still may change, and the last steps."""
         figures = copy.deepcopy(self._figures)
         for step in self._pending:
-            step.add_to(figures)
+            figures.add(step.figures())
         steps = [step for step in (*self._traced, *self._pending) if step.blocks]
+        if not figures.steps and self._measured is not None:
+            steps = [self._measured]
+            figures.add(self._measured.figures())
         return figures, steps[-TRACED:]
 
 
-class _Step:
-    """What is recorded of one step.
+class _Mode(NamedTuple):
+    """What the bytes and operations of a block depend on, as far as can be seen from outside."""
 
-    Attributes:
-        number: From 0.
-        recorded: Whether it is.
-        timeline: Its spans.
-        blocks: What is known of each block besides its spans.
-        names: The blocks that have run.
-        runs: Runs that have begun and not ended.
-    """
+    dropping: bool
+    training: bool | None
+    autocast: bool
+    x: tuple[tuple[torch.Size, torch.dtype, bool], ...]
 
-    def __init__(self, number: int, device: torch.device, recorded: bool) -> None:
-        self.number = number
-        self.recorded = recorded
-        self.timeline = Timeline(device)
-        self.blocks: dict[str, BlockStep] = {}
-        self.names: set[str] = set()
-        self.runs = 0
+    @classmethod
+    def of(cls, block: Block, x: Hidden, dropping: bool) -> _Mode:
+        """Look at a block that is about to be executed."""
+        tensors = _tensors(x)
+        return cls(
+            dropping,
+            getattr(block, "training", None),
+            bool(tensors) and torch.is_autocast_enabled(tensors[0].device.type),
+            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+        )
 
-    def add_to(self, figures: Figures) -> None:
-        """Add this step's figures to others; waits for the device. Can be done again when more has come."""
-        if not self.blocks:
-            return
-        self.timeline.resolve()
-        blocks = {name: copy.copy(block) for name, block in self.blocks.items()}
-        for block in blocks.values():
-            block.ms, block.calls = [0.0] * 3, [0] * 3
-        for span, begin, end in self.timeline.closed():
-            blocks[span.block].ms[span.phase] += end - begin
-            blocks[span.block].calls[span.phase] += 1
-            if span.parent is not None and span.parent.end is not None:
-                blocks[span.parent.block].ms[span.parent.phase] -= end - begin
-        figures.add(StepFigures(self.number, self.wall_ms, blocks))
 
-    @property
-    def wall_ms(self) -> float:
-        return self.timeline.elapsed(self.timeline.begin, self.timeline.end)
+class _Counted(NamedTuple):
+    """The step in which a block's bytes and operations were counted."""
 
-    def spans(self) -> list[dict[str, Any]]:
-        """Return the spans as plain numbers and strings."""
-        self.timeline.resolve()
-        return [
-            {
-                "block": span.block,
-                "phase": PHASES[span.phase],
-                "begin_ms": begin,
-                "end_ms": end,
-                "depth": span.depth,
-            }
-            for span, begin, end in self.timeline.closed()
-        ]
-
-    def trace(self, origin_ns: int) -> dict[str, Any]:
-        """Return what a trace shows of this step."""
-        return {
-            "number": self.number,
-            "begin_ms": (self.timeline.began_ns - origin_ns) / 1e6,
-            "wall_ms": self.wall_ms,
-            "spans": self.spans(),
-        }
+    mode: _Mode
+    step: int
+    block: BlockStep
 
 
 class _Recording:
@@ -310,77 +383,76 @@ class _Recording:
     Args:
         step: The step that the run belongs to.
         names: What its blocks are called in the figures.
+
+    Attributes:
+        segments: The segments around the block that is executed in the forward.
     """
 
-    def __init__(self, step: _Step, names: tuple[str, ...]) -> None:
+    def __init__(self, step: Step, names: tuple[str, ...]) -> None:
         self.step = step
         self.names = names
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         # Not the hooks themselves: a profile keeps nothing of the user's alive.
         self._around = _identity(active_hooks())
 
-    def enter(self, segment: Segment) -> None:
-        """Begin the forward of a segment."""
-        self._segments.append(segment)
-
-    def leave(self, segment: Segment, kept: bool) -> None:
-        """End the forward of a segment, which may have kept after all what its blocks seemed to drop."""
-        self._segments.pop()
-        if kept and not self._segments:
-            for index in segment.indices:
-                block = self._block(index)
-                block.kept_bytes += block.dropped_bytes
-                block.dropped_bytes, block.mode = 0, "keep"
-
     @contextmanager
     def timed(self, index: int, phase: int) -> Iterator[None]:
-        """Take the time of one execution of a block."""
-        self._block(index)
-        span = self.step.timeline.open(self.names[index], phase)
+        """Take the time of one execution of a block, and count its operations if they are to be counted."""
+        name, step = self.names[index], self.step
+        step.block(index, name)
+        span = step.timeline.open(name, phase)
         try:
-            yield
+            with step.counting(name):
+                yield
         finally:
-            self.step.timeline.close(span)
+            step.timeline.close(span)
 
-    def _block(self, index: int) -> BlockStep:
-        name = self.names[index]
-        if name not in self.step.blocks:
-            self.step.blocks[name] = BlockStep(index, name)
-        return self.step.blocks[name]
+    def drops(self, hooks: tuple[Any, Any] | None) -> bool:
+        """Whether what autograd saves under these hooks goes to a segment, and not where it goes around the run."""
+        return _identity(hooks) != self._around
 
-    def note_saved(
-        self, index: int, counted: tuple[int, int], x: dict[int, int], outer: tuple[Any, Any] | None
-    ) -> None:
+    def note_saved(self, index: int, counted: tuple[int, int], x_bytes: int, dropped: bool) -> None:
         """Take down what autograd saved in the forward of a block.
 
         Args:
             index: The block's index.
             counted: Bytes besides x, and of x.
-            x: Bytes of the storages of x.
-            outer: The saved-tensor hooks that were active around the block.
+            x_bytes: Bytes of x, saved or not.
+            dropped: Whether a segment took them.
         """
-        block = self._block(index)
-        if _identity(outer) == self._around:
+        block = self.step.block(index, self.names[index])
+        if not dropped:
             block.kept_bytes, block.x_bytes = counted
             return
         block.mode = next(
-            (s.mode for s in reversed(self._segments) if s.mode != "keep"), "recompute"
+            (s.mode for s in reversed(self.segments) if s.mode != "keep"), "recompute"
         )
-        if self._segments and index == self._segments[0].start:
+        if self.segments and index == self.segments[0].start:
             # A region keeps its input, whether or not the block would have (R2).
-            block.dropped_bytes, block.x_bytes = counted[0], sum(x.values())
+            block.dropped_bytes, block.x_bytes = counted[0], x_bytes
         else:
             block.dropped_bytes = sum(counted)
+
+    def note_kept(self, segment: Segment) -> None:
+        """Take down that a segment kept after all what its blocks seemed to drop."""
+        for index in segment.indices:
+            block = self.step.block(index, self.names[index])
+            block.kept_bytes += block.dropped_bytes
+            block.dropped_bytes, block.mode = 0, "keep"
 
     def watch(self, index: int, inputs: set[Node], result: Hidden) -> None:
         """Take the time of the block's backward, whenever it comes."""
         outputs = _nodes(result) - inputs
-        if outputs:
-            watch = Watch(self.step.timeline, self.names[index], len(inputs))
-            for node in outputs:
-                node.register_prehook(watch.begin)
-            for node in inputs:
-                node.register_prehook(watch.end)
+        if not outputs:
+            return
+        name, step = self.names[index], self.step
+        if step.flops is not None and name in step.counted:
+            step.flops.watch(outputs, inputs)
+        watch = Watch(step.timeline, name, len(inputs))
+        for node in outputs:
+            node.register_prehook(watch.begin)
+        for node in inputs:
+            node.register_prehook(watch.end)
 
 
 def _identity(hooks: tuple[Any, Any] | None) -> int | None:
@@ -428,10 +500,10 @@ def _device_name(device: torch.device) -> str:
     )
 
 
-def _not_counted(run: Run, block: Block) -> set[int]:
+def _not_counted(run: Run, block: Block) -> Collection[int]:
     """Return the storages that a block does not keep: parameters, buffers, and side inputs."""
     own = chain(block.parameters(), block.buffers()) if isinstance(block, nn.Module) else ()
-    return identities(chain(own, _tensors((run.args, run.kwargs))))
+    return sizes(chain(own, _tensors((run.args, run.kwargs))))
 
 
 def _versions() -> dict[str, str]:

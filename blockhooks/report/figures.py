@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-__all__ = ["PHASES", "BlockStep", "Figures", "StepFigures", "compare"]
+__all__ = ["PHASES", "BlockStep", "Figures", "StepFigures", "compare", "scalars"]
 
 PHASES: Final = ("forward", "recompute", "backward")
 
@@ -35,7 +35,6 @@ class BlockStep:
         kept_bytes: Distinct storages that autograd keeps for this block besides x, parameters and side inputs.
         dropped_bytes: The same that a segment dropped, to be recomputed, or moved elsewhere.
         x_bytes: Bytes of the block's input that are kept for it or for the segment that begins with it.
-        peak_bytes: Most bytes live while it was executing, where that was measured.
         flops: Floating-point operations in each phase, where they were counted.
     """
 
@@ -47,8 +46,13 @@ class BlockStep:
     kept_bytes: int = 0
     dropped_bytes: int = 0
     x_bytes: int = 0
-    peak_bytes: int | None = None
     flops: list[int] | None = None
+
+    def take_counted(self, other: BlockStep) -> None:
+        """Take over from another step what was counted there."""
+        self.mode = other.mode
+        self.kept_bytes, self.dropped_bytes = other.kept_bytes, other.dropped_bytes
+        self.x_bytes = other.x_bytes
 
 
 @dataclass(slots=True)
@@ -80,11 +84,9 @@ class _Total:
     calls: list[int]
 
     def add(self, block: BlockStep) -> None:
-        peak, flops = self.last.peak_bytes, self.last.flops
+        # Not every step counts operations.
+        block.flops = self.last.flops if block.flops is None else block.flops
         self.last = block
-        # Not every step measures these, and they are the same in every one.
-        block.peak_bytes = peak if block.peak_bytes is None else block.peak_bytes
-        block.flops = flops if block.flops is None else block.flops
         for phase in range(3):
             self.ms[phase] += block.ms[phase]
             self.calls[phase] += block.calls[phase]
@@ -105,7 +107,9 @@ class Figures:
         self._random = random.Random(0)
 
     def add(self, step: StepFigures) -> None:
-        """Take in one more step."""
+        """Take in one more step, unless no block ran in it."""
+        if not step.blocks:
+            return
         self._note_outliers(step)
         self.steps += 1
         self._wall_ms += step.wall_ms
@@ -173,7 +177,6 @@ class Figures:
             "kept_bytes": last.kept_bytes,
             "dropped_bytes": last.dropped_bytes,
             "x_bytes": last.x_bytes,
-            "peak_bytes": last.peak_bytes,
             "flops": None if last.flops is None else dict(zip(PHASES, last.flops, strict=True)),
         }
 
@@ -194,23 +197,29 @@ class Figures:
             [step.wall_ms for step in self._sample],
         )
         flops = [last.flops for last in lasts if last.flops is not None]
-        peaks = [last.peak_bytes for last in lasts if last.peak_bytes is not None]
         return {
             "ms": ms,
             "kept_bytes": sum(last.kept_bytes for last in lasts),
             "dropped_bytes": sum(last.dropped_bytes for last in lasts),
             "x_bytes": sum(last.x_bytes for last in lasts),
-            "peak_bytes": max(peaks, default=None),
             "model_flops": sum(f[0] + f[2] for f in flops) if flops else None,
             "hardware_flops": sum(map(sum, flops)) if flops else None,
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures as plain numbers, strings, lists and dicts."""
+    def to_dict(self, memory: dict[str, Any] | None) -> dict[str, Any]:
+        """Return all figures as plain numbers, strings, lists and dicts.
+
+        Args:
+            memory: What was measured of live bytes: ``peak_bytes``, and ``block_peak_bytes`` by name.
+        """
+        peaks = {} if memory is None else memory["block_peak_bytes"]
+        peak = None if memory is None else memory["peak_bytes"]
         return {
             "steps": self.steps,
-            "totals": self.totals(),
-            "blocks": self.blocks(),
+            "totals": {**self.totals(), "peak_bytes": peak},
+            "blocks": [
+                {**block, "peak_bytes": peaks.get(block["name"])} for block in self.blocks()
+            ],
             "drift": self.drift(),
             "outliers": list(self._outliers),
         }
@@ -231,6 +240,24 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def scalars(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of a profile that are numbers, by paths such as ``"blocks/3: Layer/recompute_ms"``."""
+    found = _scalars("step", figures["totals"])
+    for block in figures["blocks"]:
+        found |= _scalars(f"blocks/{block['name']}", block)
+    return found
+
+
+def _scalars(path: str, figures: dict[str, Any]) -> dict[str, float]:
+    times = {f"{path}/{phase}_ms": spread["mean"] for phase, spread in figures["ms"].items()}
+    counts = {
+        f"{path}/{key}": value
+        for key, value in figures.items()
+        if key.endswith(("_bytes", "_flops")) and value is not None
+    }
+    return times | counts
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

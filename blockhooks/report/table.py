@@ -11,7 +11,15 @@ from blockhooks.report.figures import PHASES
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["html_table", "rich_table", "rows", "size", "text_table"]
+__all__ = [
+    "drawn_table",
+    "html_table",
+    "markdown_table",
+    "rich_table",
+    "rows",
+    "size",
+    "text_table",
+]
 
 HEADER = (
     "block",
@@ -111,6 +119,28 @@ def rich_table(figures: dict[str, Any]) -> Table:
             table.add_section()
         table.add_row(*map(Text, row.cells), style="bold" if row.total else None)
     return table
+
+
+def drawn_table(figures: dict[str, Any]) -> str:
+    """Return the table as text that rich has drawn.
+
+    Raises:
+        ModuleNotFoundError: If rich is not installed.
+    """
+    from rich.console import Console
+
+    console = Console(width=160, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(rich_table(figures))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def markdown_table(figures: dict[str, Any]) -> str:
+    """Return the table in Markdown."""
+    lines = [HEADER, ["-" * len(title) for title in HEADER], *(row.cells for row in rows(figures))]
+    return (
+        "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{_caption(figures)}\n"
+    )
 
 
 def html_table(figures: dict[str, Any]) -> str:
