@@ -42,6 +42,14 @@ def test_the_api_page_has_a_heading_for_each_public_name():
     assert documented == set(blockhooks.__all__)
 
 
+@pytest.mark.parametrize("heading", [h for h in headings(API_PAGE, 3) if "(" in h])
+def test_signatures_on_the_api_page_are_the_real_ones(heading):
+    name = heading.split("(")[0]
+    real = inspect.signature(getattr(blockhooks, name))
+    bare = [p.replace(annotation=p.empty) for p in real.parameters.values()]
+    assert heading == name + str(inspect.Signature(bare))
+
+
 def test_the_errors_page_has_a_heading_for_each_error():
     assert set(headings(ERRORS_PAGE, 2)) >= set(errors.__all__)
 
