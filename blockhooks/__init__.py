@@ -30,6 +30,7 @@ from blockhooks.modules import Checkpointed, HookedBlock, HookedBlocks
 from blockhooks.plan import Segment
 from blockhooks.recompute import is_recomputing
 from blockhooks.run import current_block
+from blockhooks.verify import verify
 
 __all__ = [
     "AttachError",
@@ -56,6 +57,7 @@ __all__ = [
     "hookimpl",
     "is_recomputing",
     "plan",
+    "verify",
 ]
 
 

@@ -151,7 +151,7 @@ def test_what_matches_nothing_is_an_error_with_near_misses():
 
 
 def test_a_scripted_module_is_no_block():
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
     model = nn.ModuleList([scripted, scripted])
     with pytest.raises(AttachError, match="no repeated blocks"):
