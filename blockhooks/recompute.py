@@ -178,7 +178,8 @@ class _Frame:
         except RecomputeError:
             raise
         except Exception as error:
-            error.add_note(f"while recomputing {self.describe()} for the backward pass")
+            if not any(n.startswith("while recomputing") for n in getattr(error, "__notes__", ())):
+                error.add_note(f"while recomputing {self.describe()} for the backward pass")
             raise
         replay.verify()
         self.recomputed[task] = values
@@ -320,7 +321,7 @@ def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
         if data.layout is not torch.strided or data.numel() == 0:
             return data.shape, data.dtype, data.device, 0
         data = torch.view_as_real(data) if data.is_complex() else data
-        bits = data.contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
+        bits = data.reshape(-1).contiguous().view(torch.uint8).to(torch.int64)
         places = torch.arange(1, bits.numel() + 1, device=bits.device)
         total = (bits * places).sum() * 1_000_003 + (bits * (places * places % 65_521)).sum()
         return tensor.shape, tensor.dtype, tensor.device, int(total)

@@ -11,9 +11,11 @@ generators (also those that a forward uses as globals).
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import pathlib
 import random
@@ -27,7 +29,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Captured", "Survey", "atomic", "capture", "contents_of", "is_rng", "survey", "tensors_in"]
+__all__ = [
+    "Captured",
+    "Capturing",
+    "Slots",
+    "Survey",
+    "atomic",
+    "capture",
+    "contents_of",
+    "is_rng",
+    "survey",
+    "tensors_in",
+]
 
 MAX_OBJECT_DEPTH = 5
 """How many plain objects deep a capture looks: encoder-decoder cache, cache, layer, and two more."""
@@ -45,18 +58,15 @@ _OPAQUE_BASES = (
     nn.Module, enum.Enum, logging.Logger, logging.Handler, pathlib.PurePath, type, random.Random,
     types.ModuleType, BaseException, weakref.ref,
 )  # fmt: skip
-_OPAQUE_MODULES = (
+_OPAQUE_MODULES = tuple(f"{name}." for name in (
     "threading", "concurrent", "asyncio", "multiprocessing", "weakref", "contextvars", "typing", "abc",
     "torch._dynamo", "torch._C", "torch.distributed", "torch.fx", "torch._inductor", "torch.jit", "torch.cuda",
     "torch.optim", "torch.utils.data", "torch._ops", "torch.library", "torch.autograd", "numpy", "pluggy",
     "blockhooks",
-)  # fmt: skip
+))  # fmt: skip
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9  # of type.__flags__
 _opaque_types: set[type] = set()
 _plain_types: set[type] = set()
-_ITERATORS = (
-    types.GeneratorType, map, filter, zip, enumerate, reversed,
-    type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set())),
-)  # fmt: skip
 
 
 def atomic(value: object) -> bool:
@@ -75,6 +85,20 @@ def is_rng(value: object) -> bool:
     )
 
 
+def _is_iterator(value: object) -> bool:
+    """Whether a value is one of Python's own iterators, which can be read only once."""
+    return isinstance(value, collections.abc.Iterator) and type(value).__module__ in (
+        "builtins",
+        "itertools",
+    )
+
+
+def _is_array(value: object) -> bool:
+    """Whether a value is a NumPy array or a bytearray: contents without objects, changed in place."""
+    kind = type(value)
+    return kind is bytearray or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+
+
 def _is_plain(value: object) -> bool:
     """Whether a value is an instance of an ordinary Python class, with attributes that may change."""
     kind = type(value)
@@ -82,15 +106,14 @@ def _is_plain(value: object) -> bool:
         return True
     if kind in _opaque_types:
         return False
-    plain = (
-        hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
-    ) and not (
-        isinstance(value, (*_OPAQUE_BASES, Tensor))
-        or bool(kind.__flags__ & (1 << 8))  # an immutable type: built in, its state is not Python's
-        or callable(value) and kind.__module__ == "builtins"
-        or kind.__module__.split(".")[0] in _OPAQUE_MODULES
-        or any(kind.__module__.startswith(name) for name in _OPAQUE_MODULES)
-        or is_rng(value)
+    plain = kind is types.SimpleNamespace or (
+        (hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__))
+        # All of its state is Python's: no built-in base but object, no built-in type itself.
+        and all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        and not kind.__flags__ & _IMMUTABLE_TYPE
+        and not isinstance(value, (*_OPAQUE_BASES, Tensor))
+        and not f"{kind.__module__}.".startswith(_OPAQUE_MODULES)
+        and not is_rng(value)
     )
     (_plain_types if plain else _opaque_types).add(kind)
     return plain
@@ -121,7 +144,7 @@ class _Node(Protocol):
 
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any: ...
 
-    def same(self, value: object) -> bool: ...
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool: ...
 
 
 class _TensorNode:
@@ -135,8 +158,8 @@ class _TensorNode:
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
         return tensors[self.index]
 
-    def same(self, value: object) -> bool:
-        return self.reference() is value
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+        return (self.reference() if tensors is None else tensors[self.index]) is value
 
 
 _NODES: tuple[type, ...] = ()
@@ -146,8 +169,8 @@ def _rebuild(item: Any, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
     return item.rebuild(memo, tensors) if type(item) in _NODES else item
 
 
-def _same(item: Any, value: object) -> bool:
-    return bool(item.same(value)) if type(item) in _NODES else item is value
+def _same(item: Any, value: object, tensors: list[Tensor] | None) -> bool:
+    return bool(item.same(value, tensors)) if type(item) in _NODES else item is value
 
 
 class _TupleNode:
@@ -162,12 +185,12 @@ class _TupleNode:
             return tuple(items)
         return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
 
-    def same(self, value: object) -> bool:
-        return type(value) is self.kind and _all_same(self.items, value)
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+        return type(value) is self.kind and _all_same(self.items, value, tensors)
 
 
-def _all_same(items: list[Any], values: Any) -> bool:
-    return len(items) == len(values) and all(map(_same, items, values))
+def _all_same(items: Any, values: Any, tensors: list[Tensor] | None) -> bool:
+    return len(items) == len(values) and all(map(_same, items, values, itertools.repeat(tensors)))
 
 
 class _ListNode:
@@ -194,13 +217,13 @@ class _ListNode:
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object) -> bool:
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
         if type(value) is not self.kind:
             return False
         if isinstance(value, set):  # unordered, and its members are hashable: compare as a set
             return len(value) == len(self.items) and value == set(self.items)
-        return _all_same(self.items, value) and (
-            not self.attributes or _same_attributes(self.attributes, value)
+        return _all_same(self.items, value, tensors) and (
+            not self.attributes or _same_attributes(self.attributes, value, tensors)
         )
 
 
@@ -228,7 +251,7 @@ class _DictNode:
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object) -> bool:
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
         return (
             type(value) is self.kind
             and isinstance(value, dict)
@@ -236,8 +259,8 @@ class _DictNode:
             and all(
                 k is other or k == other for k, other in zip(self.items, value, strict=True)
             )
-            and all(map(_same, self.items.values(), dict.values(value)))
-            and (not self.attributes or _same_attributes(self.attributes, value))
+            and _all_same(self.items.values(), dict.values(value), tensors)
+            and (not self.attributes or _same_attributes(self.attributes, value, tensors))
         )
 
 
@@ -249,40 +272,76 @@ class _ObjectNode:
     def __init__(self, value: object) -> None:
         self.kind = type(value)
         self.attributes: dict[str, Any] = {}
-        # Never a strong reference where a weak one is possible: the object may come to hold what the region made
-        # (a cache does), whose graph holds us.
-        try:
-            self.reference: Any = weakref.ref(value)
-        except TypeError:
-            self.reference = lambda: None
+        self.reference = _weakly(value)
 
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         original = self.reference()
-        if original is not None and self.same(original):
+        if original is not None and self.same(original, tensors):
             memo[id(self)] = original
             return original
-        copy = object.__new__(self.kind)
+        make = types.SimpleNamespace.__new__ if self.kind is types.SimpleNamespace else object.__new__
+        copy = make(self.kind)
         memo[id(self)] = copy
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object) -> bool:
-        return type(value) is self.kind and _same_attributes(self.attributes, value)
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+        return type(value) is self.kind and _same_attributes(self.attributes, value, tensors)
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    """A weak reference, or one to None where there can be none.
+
+    Never a strong one: an object may come to hold what the region made (a cache does), whose graph holds us.
+    """
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
+
+
+class _ArrayNode:
+    """A NumPy array or bytearray. Itself is given again while its contents are those captured, else a copy."""
+
+    __slots__ = ("before", "reference")
+
+    def __init__(self, value: Any) -> None:
+        self.before, self.reference = value.copy(), _weakly(value)
+
+    def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
+        if id(self) not in memo:
+            original = self.reference()
+            unchanged = original is not None and self.same(original, tensors)
+            memo[id(self)] = original if unchanged else self.before.copy()
+        return memo[id(self)]
+
+    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+        return type(value) is type(self.before) and _same_array(self.before, value)
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    if isinstance(one, bytearray):
+        return bool(one == other)
+    return bool(
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )
 
 
 _comparing: set[int] = set()
 
 
-def _same_attributes(attributes: dict[str, Any], value: object) -> bool:
+def _same_attributes(
+    attributes: dict[str, Any], value: object, tensors: list[Tensor] | None
+) -> bool:
     if id(attributes) in _comparing:  # an object that reaches itself
         return True
     _comparing.add(id(attributes))
     try:
         now = _attributes(value)
         return attributes.keys() == now.keys() and all(
-            _same(item, now[name]) for name, item in attributes.items()
+            _same(item, now[name], tensors) for name, item in attributes.items()
         )
     finally:
         _comparing.discard(id(attributes))
@@ -295,7 +354,7 @@ def _set_attributes(
         object.__setattr__(copy, name, _rebuild(item, memo, tensors))
 
 
-_NODES = (_TensorNode, _TupleNode, _ListNode, _DictNode, _ObjectNode)
+_NODES = (_TensorNode, _TupleNode, _ListNode, _DictNode, _ObjectNode, _ArrayNode)
 
 
 class Captured:
@@ -326,7 +385,7 @@ class Captured:
 
     def same(self, value: object) -> bool:
         """Whether a value is, object for object, what was captured."""
-        return _same(self.root, value)
+        return _same(self.root, value, None)
 
 
 class _Walk:
@@ -351,7 +410,11 @@ class _Walk:
             return self._list(value, kind, depth)
         if _is_plain(value):
             return self._object(value, depth)
-        if self.refuse is not None and isinstance(value, _ITERATORS):
+        if _is_array(value):
+            node = _ArrayNode(value)
+            self.memo[id(value)] = (node, value)
+            return node
+        if self.refuse is not None and _is_iterator(value):
             self.refuse(value)
         return value
 
@@ -414,6 +477,33 @@ def capture(
     return Captured(_Walk(tensors, refuse).visit(value, 0), tensors or [])
 
 
+class Capturing:
+    """A capture of several values, one after the other; the containers that they share stay shared.
+
+    Attributes:
+        iterators: Whether an iterator was among them, which cannot be given again.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._walk = _Walk(self._tensors, self._note)
+        self.iterators = False
+
+    def _note(self, value: object) -> None:
+        self.iterators = True
+
+    def add(self, value: Any) -> list[Tensor]:
+        """Record one more value; return the tensors that were first seen in it."""
+        start = len(self._tensors)
+        self._items.append(self._walk.visit(value, 0))
+        return self._tensors[start:]
+
+    def captured(self) -> Captured:
+        """The values as a list, in the order of adding."""
+        return Captured(_ListNode(list, self._items, None, {}), self._tensors)
+
+
 class Contents:
     """What the mutable containers and plain objects in a value hold, so that they can be given it back."""
 
@@ -439,6 +529,8 @@ class Contents:
                 if owner != items:
                     owner.clear()
                     owner.update(items)
+            elif _is_array(owner) and not _same_array(owner, items):
+                owner[:] = items
             if attributes:
                 _put_back_attributes(owner, attributes)
 
@@ -479,6 +571,8 @@ def contents_of(value: Any) -> Contents:
             inside = items
         elif isinstance(owner, tuple):
             inside = owner
+        elif _is_array(owner):
+            items, inside = owner.copy(), ()
         elif _is_plain(owner) and depth < MAX_OBJECT_DEPTH:
             attributes = _attributes(owner)
             inside, depth = attributes.values(), depth + 1
@@ -488,6 +582,35 @@ def contents_of(value: Any) -> Contents:
             held.append((owner, items, attributes))
         stack += [(item, depth) for item in inside if type(item) not in _ATOMIC]
     return Contents(held)
+
+
+class Slots(collections.abc.MutableMapping[str, Any]):
+    """The slots of an object as a dict."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._owner, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _slots(type(self._owner)) if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def copy(self) -> dict[str, Any]:
+        """What the slots hold."""
+        return dict(self)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -502,11 +625,13 @@ class Survey:
     Attributes:
         modules: Every `nn.Module`, each once.
         objects: Callable objects and the owners of bound methods that serve as blocks.
+        hooks: Callable objects that serve as forward hooks of the modules.
         rngs: Random generators of torch, NumPy and Python.
     """
 
     modules: list[nn.Module]
     objects: list[Any]
+    hooks: list[Any]
     rngs: list[Any]
 
 
@@ -517,13 +642,14 @@ def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
         search.block(block)
     for value in side:
         search.value(value, 0)
-    return Survey(search.modules, search.objects, search.rngs)
+    return Survey(search.modules, search.objects, search.hooks, search.rngs)
 
 
 class _Search:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.objects: list[Any] = []
+        self.hooks: list[Any] = []
         self.rngs: list[Any] = []
         self.seen: set[int] = set()
 
@@ -584,6 +710,10 @@ class _Search:
                     type(value) not in _ATOMIC or type(value) in _ATOMIC_RNGS
                 ):
                     self.value(value, 1)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                if id(hook) not in self.seen and _is_plain(hook):
+                    self.seen.add(id(hook))
+                    self.hooks.append(hook)
             self.globals_of(type(module).forward)
             children = [child for child in module._modules.values() if child is not None]
             stack.extend(reversed(children))

@@ -6,17 +6,27 @@ import contextlib
 import random
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from blockhooks.hookspecs import hookimpl
 from blockhooks.plan import Segment
 from blockhooks.recompute import keep_aside
 from blockhooks.run import Run
-from blockhooks.structure import MODULE_INTERNALS, Captured, Survey, atomic, capture, contents_of
+from blockhooks.structure import (
+    MODULE_INTERNALS,
+    Captured,
+    Capturing,
+    Slots,
+    Survey,
+    atomic,
+    capture,
+    contents_of,
+)
 
 __all__ = ["StateSnapshot"]
 
@@ -58,6 +68,12 @@ _REGISTRIES = (
 )
 
 
+_GLOBAL_HOOKS: tuple[OrderedDict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+)
+
+
 class _Learned:
     """What is known of the tensors of one module: how often it ran, and which of them its forward changes."""
 
@@ -74,16 +90,37 @@ class _Learned:
         return count & (count - 1) == 0
 
 
-_learned: weakref.WeakKeyDictionary[Any, _Learned] = weakref.WeakKeyDictionary()
+_learned: dict[int, _Learned] = {}
+
+
+def _learned_of(owner: Any) -> _Learned:
+    learned = _learned.get(id(owner))
+    if learned is None:
+        learned = _Learned()
+        with contextlib.suppress(TypeError):  # without weak references nothing is remembered
+            weakref.finalize(owner, _learned.pop, id(owner), None).atexit = False
+            _learned[id(owner)] = learned
+    return learned
+
+
+_Holder = MutableMapping[str, Any]  # the dict of a module or object, or its slots
 
 
 class _Place:
-    """A tensor in a registry or attribute of a module, which the forward may change in place."""
+    """A tensor which the forward may change in place: in a registry or attribute of a module, or deeper inside of one.
+
+    `holder` is the dict that it is in, or None where it is found inside of an attribute's value.
+    """
 
     __slots__ = ("before", "holder", "known", "learned", "name", "tensor", "version")
 
     def __init__(
-        self, holder: dict[str, Any], name: str, tensor: Tensor, learned: _Learned, compare: bool
+        self,
+        holder: _Holder | None,
+        name: str,
+        tensor: Tensor,
+        learned: _Learned,
+        compare: bool,
     ) -> None:
         self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
         self.known = name in learned.changing
@@ -126,77 +163,98 @@ class _State:
         "attributes",
         "changed",
         "contents",
+        "empty",
         "flags",
         "places",
         "run",
         "side",
         "side_versions",
+        "stays",
         "structure",
         "watched",
     )
 
     def __init__(self, run: Run, found: Survey) -> None:
         self.run = run
-        self.contents: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.attributes: list[tuple[dict[str, Any], str]] = []
+        self.contents: list[tuple[_Holder, dict[str, Any]]] = []
+        self.empty: list[dict[str, Any]] = []
+        self.attributes: list[tuple[_Holder, str]] = []
         self.places: list[_Place] = []
         self.flags: list[tuple[Tensor, bool]] = []
         self.changed = False
-        values: list[Any] = []
+        self.stays: str | None = None
+        capturing = Capturing()
+        for registry in _GLOBAL_HOOKS:
+            self._registry(registry)
         for module in found.modules:
-            self._module(module, values)
+            self._module(module, capturing)
         for owner in found.objects:
-            attributes = getattr(owner, "__dict__", None)
-            if attributes is not None:
-                self._owner(owner, attributes, values, training=True)
-        self.structure: Captured | None = capture(values) if values else None
+            self._object(owner, capturing)
+        own = len(self.contents)
+        for owner in found.hooks:
+            self._object(owner, capturing)
+        self.structure: Captured | None = capturing.captured() if self.attributes else None
+        if capturing.iterators:
+            self.stays = "it holds an iterator, which can be read only once"
         self.side: Captured | None = None
         self.side_versions: list[int] = []
         if run.args or run.kwargs:
             self._side_inputs()
-        self.watched = _Watch(found.modules, self) if any(map(_has_hooks, found.modules)) else None
+        self.watched = _Watch(found.modules, self, own) if _any_hooks(found.modules) else None
 
     # ---- capture -----------------------------------------------------------------------------------------------
 
-    def _module(self, module: nn.Module, values: list[Any]) -> None:
+    def _module(self, module: nn.Module, capturing: Capturing) -> None:
         attributes = module.__dict__
-        learned = self._owner(module, attributes, values, module.training)
+        learned = _learned_of(module)
         compare = learned.due(module.training)
         for name in _REGISTRIES:
-            registry = attributes[name]
-            if registry:
-                self.contents.append((registry, registry.copy()))
+            self._registry(attributes[name])
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                if is_lazy(parameter):
+                    self.stays = "it initialises a lazy module"
+                    continue
                 self.flags.append((parameter, parameter.requires_grad))
                 self._place(module._parameters, name, parameter, learned, compare)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 self._place(module._buffers, name, buffer, learned, compare)
-        for name, value in attributes.items():
-            if isinstance(value, Tensor):
-                self._place(attributes, name, value, learned, compare)
+        self._owner(attributes, capturing, learned, compare)
+
+    def _registry(self, registry: dict[Any, Any]) -> None:
+        if registry:
+            self.contents.append((registry, registry.copy()))
+        else:
+            self.empty.append(registry)
+
+    def _object(self, owner: Any, capturing: Capturing) -> None:
+        learned = _learned_of(owner)
+        compare = learned.due(True)
+        attributes = getattr(owner, "__dict__", None)
+        if attributes is not None:
+            self._owner(attributes, capturing, learned, compare)
+        slots = Slots(owner)
+        if len(slots):
+            self._owner(slots, capturing, learned, compare)
 
     def _owner(
-        self, owner: Any, attributes: dict[str, Any], values: list[Any], training: bool
-    ) -> _Learned:
-        self.contents.append((attributes, attributes.copy()))
-        for name, value in attributes.items():
-            if (
-                atomic(value)
-                or name in MODULE_INTERNALS
-                or isinstance(value, (Tensor, nn.Module, random.Random))
-            ):
+        self, attributes: _Holder, capturing: Capturing, learned: _Learned, compare: bool
+    ) -> None:
+        contents = dict(attributes)
+        self.contents.append((attributes, contents))
+        for name, value in contents.items():
+            if atomic(value) or name in MODULE_INTERNALS:
                 continue
-            self.attributes.append((attributes, name))
-            values.append(value)
-        learned = _learned.get(owner)
-        if learned is None:
-            learned = _learned[owner] = _Learned()
-        return learned
+            if isinstance(value, Tensor):
+                self._place(attributes, name, value, learned, compare)
+            elif not isinstance(value, (nn.Module, random.Random)):
+                self.attributes.append((attributes, name))
+                for tensor in capturing.add(value):
+                    self._place(None, name, tensor, learned, compare)
 
     def _place(
-        self, holder: dict[str, Any], name: str, tensor: Tensor, learned: _Learned, compare: bool
+        self, holder: _Holder | None, name: str, tensor: Tensor, learned: _Learned, compare: bool
     ) -> None:
         self.places.append(_Place(holder, name, tensor, learned, compare))
 
@@ -215,7 +273,7 @@ class _State:
             self.watched.end()
         if failed:
             return None
-        reason = None
+        reason = self.stays
         changing = []
         for place in self.places:
             if place.changed():
@@ -243,7 +301,9 @@ class _State:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        now = [(holder, holder.copy()) for holder, _ in self.contents]
+        # Registries that were empty and still are need no copy.
+        grown = [registry for registry in self.empty if registry]
+        now = [(holder, holder.copy()) for holder in (*(h for h, _ in self.contents), *grown)]
         flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         side = None if self.side is None else self.side.rebuild(self.side.tensors)
         # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
@@ -254,30 +314,38 @@ class _State:
                 yield
         finally:
             own.put_back()
+            for registry in self.empty:
+                registry.clear()
             for holder, contents in now:
                 _fill(holder, contents)
             _set_flags(flags)
 
     def _set(self) -> None:
+        fresh: dict[int, Tensor] = {}  # one tensor may have several places
+        for place in self.places:
+            if id(place.tensor) not in fresh:
+                fresh[id(place.tensor)] = place.fresh()
         copies = None
-        if self.structure is not None and (self.changed or not self._same_attributes()):
-            copies = self.structure.rebuild()
+        if self.structure is not None and (self.changed or fresh or not self._same_attributes()):
+            copies = self.structure.rebuild(
+                [fresh.get(id(tensor), tensor) for tensor in self.structure.tensors]
+            )
+        for registry in self.empty:
+            registry.clear()
         for holder, contents in self.contents:
             _fill(holder, contents)
         if copies is not None:
             for (holder, name), copy in zip(self.attributes, copies, strict=True):
                 holder[name] = copy
-        fresh: dict[int, Tensor] = {}  # one tensor may have several places
         for place in self.places:
-            if id(place.tensor) not in fresh:
-                fresh[id(place.tensor)] = place.fresh()
-            place.holder[place.name] = fresh[id(place.tensor)]
+            if place.holder is not None:
+                place.holder[place.name] = fresh[id(place.tensor)]
         if self.watched is not None:
             self.watched.silence()
         _set_flags(self.flags)
 
 
-def _fill(holder: dict[str, Any], contents: dict[str, Any]) -> None:
+def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
     """Give a dict these contents, if it has others."""
     if len(holder) == len(contents) and all(
         name == other and value is holder[other]
@@ -297,8 +365,8 @@ def _set_flags(flags: list[tuple[Tensor, bool]]) -> None:
 # ---- forward hooks of modules ----------------------------------------------------------------------------------------
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _any_hooks(modules: list[nn.Module]) -> bool:
+    return any(_GLOBAL_HOOKS) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 class _Watch:
@@ -307,19 +375,21 @@ class _Watch:
     While the region runs, each hook stands in its registry inside of a `_Watched`; nothing is left behind.
     """
 
-    __slots__ = ("hooks", "observers", "state")
+    __slots__ = ("hooks", "observers", "own", "state")
 
-    def __init__(self, modules: list[nn.Module], state: _State) -> None:
-        self.state = weakref.ref(state)
+    def __init__(self, modules: list[nn.Module], state: _State, own: int) -> None:
+        # A hook may have a state of its own, which is no state of the modules: `own` ends theirs in `state.contents`.
+        self.state, self.own = weakref.ref(state), own
         self.hooks: list[tuple[OrderedDict[int, Any], int, Any, _Watched]] = []
         self.observers: list[tuple[OrderedDict[int, Any], int]] = []
-        for module in modules:
-            for name in _HOOK_DICTS:
-                registry = module.__dict__[name]
-                for key, hook in registry.items():
-                    watched = _Watched(hook, self)
-                    self.hooks.append((registry, key, hook, watched))
-                    registry[key] = watched
+        for registry in (
+            *(module.__dict__[name] for module in modules for name in _HOOK_DICTS),
+            *_GLOBAL_HOOKS,
+        ):
+            for key, hook in registry.items():
+                watched = _Watched(hook, self)
+                self.hooks.append((registry, key, hook, watched))
+                registry[key] = watched
 
     def end(self) -> None:
         """Put the hooks back, and remember the ones that only observed."""
@@ -345,7 +415,7 @@ class _Watch:
                 for name, value in holder.items()
                 if name not in _REGISTRIES and not isinstance(value, _Watched)
             }
-            for holder, _ in state.contents
+            for holder, _ in state.contents[: self.own]
         ]
 
     def versions(self) -> list[int]:

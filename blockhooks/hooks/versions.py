@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from blockhooks.errors import RecomputeError
 from blockhooks.hookspecs import hookimpl
@@ -44,7 +45,7 @@ class _Versions:
                 self.tensors += [tensor for tensor in owned.values() if tensor is not None]
         if run.args or run.kwargs:
             self.tensors += tensors_in(run.side())
-        self.tensors = [t for t in self.tensors if not t.is_inference()]
+        self.tensors = [t for t in self.tensors if not (is_lazy(t) or t.is_inference())]
         self.versions = [tensor._version for tensor in self.tensors]
 
     def forward_done(self, failed: bool) -> None:
