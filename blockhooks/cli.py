@@ -6,24 +6,45 @@ target that does not fit, 3 when the user's own code raised.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
+import platform
+import runpy
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
     from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"the command line needs {error.name}, which is not installed; "
         "install it with: pip install 'blockhooks[cli]'"
     ) from error
 
+import torch
+
 import blockhooks
 from blockhooks import demo as demo_job
-from blockhooks.errors import BlockhooksError
+from blockhooks import hookspecs
+from blockhooks import plan as plans
+from blockhooks.chain import DEFAULT_HOOKS, HOOKS
+from blockhooks.errors import BlockhooksError, PlanError
+from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.profile import Profile
+from blockhooks.models.attached import attach
+from blockhooks.plan import PlanFunction
+from blockhooks.targets import FactoryError, Target, load_target
 
 __all__ = ["main"]
+
+NO, USAGE, YOURS = 1, 2, 3
 
 app = typer.Typer(
     name="blockhooks",
@@ -32,11 +53,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+progress = Console(stderr=True)
 
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="module:factory or file.py:factory (a function that returns a model and its inputs), or hf:TYPE.",
+    ),
+]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size of made-up inputs (hf:).")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens in a made-up sequence (hf:).")]
+Config = Annotated[
+    list[str] | None,
+    typer.Option(help="A setting of the architecture, key=value (hf:); repeatable."),
+]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint by a plan function, such as every(1), first(4), tree(2) or sqrt()."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
-@app.command(epilog="Example: blockhooks demo --steps 5 --layers 12 --out /tmp/demo")
+@app.command(epilog="Example: blockhooks demo --steps 5 --layers 12 --out my-demo")
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps in each way.")] = 20,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 8,
@@ -55,6 +96,7 @@ def demo(
     memory_budget: Annotated[
         float, typer.Option(help="Fraction of the plain peak for the third way; 0 leaves it out.")
     ] = 0.0,
+    as_json: Json = False,
 ) -> None:
     """Train a byte-level GPT plain and hooked in turn, and compare the bits.
 
@@ -72,19 +114,66 @@ def demo(
         out=out,
         memory_budget=memory_budget,
     )
-    if not demo_job.run(options, Console()):
-        raise typer.Exit(1)
+    console = Console(quiet=as_json)
+    fine = demo_job.run(options, console)
+    if as_json:
+        typer.echo((out / "figures.json").read_text(), nl=False)
+    if not fine:
+        raise typer.Exit(NO)
 
 
-@app.command(epilog="Example: blockhooks version --json")
-def version(as_json: Json = False) -> None:
+@app.command(epilog="Example: blockhooks profile hf:gpt2 --config n_layer=4 --plan 'first(2)'")
+def profile(
+    target: TargetName,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after one to warm up.")] = 3,
+    plan: Plan = None,
+    batch: Batch = 2,
+    seq: Seq = 128,
+    config: Config = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure each block of a model: forward, recompute and backward, and the bytes kept.
+
+    The model is not changed. Without --plan nothing is checkpointed.
+    """
+    checkpoint = [] if plan is None else [Checkpoint(parse_plan(plan))]
+    loaded = load(target, batch, seq, config)
+    measured = Profile()
+    for hooks, count in ((checkpoint, 1), ([*checkpoint, measured], steps)):
+        if not hooks:
+            continue
+        with attach(loaded.model, hooks):
+            for _ in track(range(count), "measuring", console=progress, transient=True):
+                loaded.model.zero_grad(set_to_none=False)
+                torch.autograd.backward(step(loaded))
+    if trace is not None:
+        measured.chrome_trace(trace)
+    if as_json:
+        print_json(measured.to_dict())
+    else:
+        Console().print(measured.table(), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: blockhooks plugins --json")
+def plugins(as_json: Json = False) -> None:
+    """List the plugins that come with blockhooks, and those that installed packages offer."""
+    found = list(known_plugins())
+    if as_json:
+        print_json(found)
+        return
+    table = Table("plugin", "from", "hooks", "in every chain")
+    for entry in found:
+        always = "yes" if entry["default"] else ""
+        table.add_row(entry["name"], entry["from"], ", ".join(entry["hooks"]), always)
+    Console().print(table)
+
+
+@app.command("version", epilog="Example: blockhooks version --json")
+def show_version(as_json: Json = False) -> None:
     """Print the versions of blockhooks, torch and Python."""
-    import platform
-
-    import torch
-
     versions = {
-        "blockhooks": blockhooks.__version__,
+        "blockhooks": version("blockhooks"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -95,17 +184,100 @@ def version(as_json: Json = False) -> None:
             typer.echo(f"{name} {value}")
 
 
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def load(target: str, batch: int, seq: int, config: list[str] | None) -> Target:
+    """Load a target, with a sign of life."""
+    with progress.status(f"loading {target}"):
+        return load_target(target, batch=batch, seq=seq, config=config or ())
+
+
+def step(target: Target) -> torch.Tensor:
+    """Run the forward of the user's model; what it raises is the user's.
+
+    Raises:
+        FactoryError: If the model raises.
+    """
+    try:
+        return target.loss()
+    except BlockhooksError:
+        raise
+    except Exception as error:
+        raise FactoryError(f"the forward of {target.name} raised {type(error).__name__}") from error
+
+
+def parse_plan(text: str) -> PlanFunction:
+    """Read a plan function as it is written in Python, such as ``every(2)``.
+
+    Raises:
+        PlanError: If the text is none.
+    """
+    names = [
+        name
+        for name in plans.__all__
+        if name in ("every", "sqrt", "tree", "binomial", "first", "blocks")
+    ]
+    try:
+        call = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        call = None
+    if (
+        not isinstance(call, ast.Call)
+        or not isinstance(call.func, ast.Name)
+        or call.func.id not in names
+    ):
+        raise PlanError(
+            f"--plan: expected one of {', '.join(names)} with its numbers, as in 'every(2)', found {text!r}"
+        )
+    try:
+        made: PlanFunction = getattr(plans, call.func.id)(*map(ast.literal_eval, call.args))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"--plan: {text!r}: {error}") from error
+    return made
+
+
+def known_plugins() -> Iterator[dict[str, Any]]:
+    """Describe the plugins of blockhooks, and those that entry points offer."""
+    defaults = {factory.__name__ for factory in DEFAULT_HOOKS}
+    built_in = (Checkpoint, Profile, *DEFAULT_HOOKS)
+    for plugin in built_in:
+        yield describe(plugin, "blockhooks", plugin.__name__ in defaults)
+    for entry in entry_points(group=hookspecs.PROJECT):
+        yield describe(entry.load(), entry.value, False)
+
+
+def describe(plugin: Any, source: str, default: bool) -> dict[str, Any]:
+    """Tell a plugin's name, where it comes from, and the hooks that it implements."""
+    hooks = [name for name in HOOKS if hasattr(getattr(plugin, name, None), "blockhooks_impl")]
+    name = getattr(plugin, "__name__", type(plugin).__name__)
+    return {"name": name, "from": source, "hooks": hooks, "default": default}
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON, and nothing else."""
     typer.echo(json.dumps(value, indent=2))
 
 
+def show_users_traceback(error: BaseException) -> None:
+    """Print the traceback of the user's code, without the frames of ours and of torch's that lead to it."""
+    shown = traceback.TracebackException.from_exception(error)
+    folders = (Path(m.__file__ or "").parent for m in (blockhooks, torch, importlib))
+    ours = ("<frozen", runpy.__file__, *map(str, folders))
+    while shown.stack and shown.stack[0].filename.startswith(ours):
+        del shown.stack[0]
+    typer.echo("".join(shown.format()), err=True, nl=False)
+
+
 def main() -> None:
-    """Run the command line; an error of ours is a message and exit code 2, not a traceback."""
+    """Run the command line; an error is a message and an exit code, not a traceback of ours."""
     try:
         app()
+    except FactoryError as error:
+        if error.__cause__ is not None:
+            show_users_traceback(error.__cause__)
+        typer.echo(f"blockhooks: {error}", err=True)
+        raise SystemExit(YOURS) from None
     except BlockhooksError as error:
-        Console(stderr=True).print(
-            f"blockhooks: {error}", markup=False, highlight=False, soft_wrap=True
-        )
-        raise SystemExit(2) from error
+        typer.echo(f"blockhooks: {error}", err=True)
+        raise SystemExit(USAGE) from None

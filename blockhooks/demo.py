@@ -161,8 +161,9 @@ class Block(nn.Module):
         query, key, value = heads.transpose(1, 3).unbind(2)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(mixed.transpose(1, 2).flatten(2)))
-        mapped: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
-        return x + self.dropout(mapped)
+        inner = functional.gelu(self.mlp_in(self.mlp_norm(x)))
+        branch: Tensor = self.dropout(self.mlp_out(inner))
+        return x + branch
 
 
 class GPT(nn.Module):
