@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockhooks.chain import HookChain, Hooks
+from blockhooks.lowering import lower, run_lowered
 from blockhooks.plan import Segment
 from blockhooks.run import Block, Hidden, HookRelay, Run
 from blockhooks.structure import capture
@@ -51,9 +53,36 @@ def apply_blocks(
     """
     if isinstance(hooks, (tuple, list)) and not hooks:
         return _plain(blocks, x, args, kwargs, carry, collect)
+    if torch.compiler.is_compiling():
+        blocks = tuple(blocks)
+        plan = lower(_plugins(hooks), blocks)
+        if plan is not None:
+            return run_lowered(plan, blocks, x, args, kwargs, carry, collect)
+        return _uncompiled(blocks, x, args, kwargs, hooks, carry, collect)
+    return _hooked(blocks, x, args, kwargs, hooks, carry, collect)
+
+
+def _hooked(
+    blocks: Iterable[Block],
+    x: Hidden,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    hooks: Hooks,
+    carry: Callable[[Any], Hidden] | None,
+    collect: Callable[[Hidden, Any], Hidden] | None,
+) -> Hidden:
     chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
     run = Run(tuple(blocks), args, kwargs, chain.hooks, carry=carry, collect=collect)
     return run.execute(x)
+
+
+_uncompiled = torch._disable_dynamo(_hooked)
+
+
+def _plugins(hooks: Hooks) -> Iterable[Any]:
+    if isinstance(hooks, HookChain):
+        return hooks.plugins
+    return hooks if isinstance(hooks, (tuple, list)) else (hooks,)
 
 
 def _plain(
@@ -110,8 +139,24 @@ def call_block(
     Returns:
         What the block returned, with the first element replaced where a value hook has changed it.
     """
-    place, x, side_args, side_kwargs = _take_x(args, kwargs)
     function = blocks[index] if call is None else call
+    segment = segment or Segment(index, index + 1)
+    if torch.compiler.is_compiling():
+        return _lowered_call(hooks, blocks, index, args, kwargs, segment, function, names)
+    return _call_hooked(hooks, blocks, index, args, kwargs, segment, function, names)
+
+
+def _call_hooked(
+    hooks: HookRelay,
+    blocks: Sequence[Block],
+    index: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    segment: Segment,
+    function: Block,
+    names: Sequence[str] | None,
+) -> Any:
+    place, x, side_args, side_kwargs = _take_x(args, kwargs)
 
     def with_x(block: Block, x: Hidden, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if place == 0:
@@ -120,7 +165,7 @@ def call_block(
 
     outcome = _Outcome()
     run = Run(tuple(blocks), side_args, side_kwargs, hooks, carry=outcome.carry, call=with_x, names=names)
-    run.segments = (segment or Segment(index, index + 1),)
+    run.segments = (segment,)
     try:
         return outcome.joined(run.execute_planned(x))
     finally:

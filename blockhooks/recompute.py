@@ -33,14 +33,16 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._autograd import _make_saved_tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 
 from blockhooks.errors import HookError, RecomputeError
-from blockhooks.structure import Captured, capture
+from blockhooks.structure import capture
 
 __all__ = ["Check", "checkpointed", "is_recomputing", "keep_aside"]
 
 Check = Literal["shapes", "values", "none"]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _RECOMPUTING: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -62,10 +64,10 @@ class _Holder:
 
     __slots__ = ("__weakref__", "frame", "index", "value", "version")
 
-    def __init__(self, frame: _Frame, index: int, value: Tensor) -> None:
-        self.frame, self.index = frame, index
-        self.value: Tensor | None = value
-        self.version = value._version
+    frame: _Frame
+    index: int
+    value: Tensor | None
+    version: int
 
 
 class _Frame:
@@ -75,7 +77,6 @@ class _Frame:
         "__weakref__",
         "_lock",
         "ambient",
-        "arguments",
         "check",
         "context",
         "contexts",
@@ -85,6 +86,7 @@ class _Frame:
         "holders",
         "open",
         "prints",
+        "rebuild",
         "recomputed",
         "saved",
     )
@@ -92,13 +94,14 @@ class _Frame:
     def __init__(
         self,
         function: Callable[..., Any],
-        arguments: Captured,
+        tensors: Sequence[Tensor],
+        rebuild: Callable[[list[Tensor]], Arguments],
         contexts: Sequence[ContextFactory],
         early_stop: bool,
         check: Check,
         describe: Callable[[], str],
     ) -> None:
-        self.function, self.arguments = function, arguments
+        self.function, self.rebuild = function, rebuild
         self.contexts, self.early_stop, self.check = contexts, early_stop, check
         self.describe = describe
         self.holders: list[weakref.ref[_Holder]] = []
@@ -106,8 +109,7 @@ class _Frame:
         self.open: list[_Holder] | None = []
         self.recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
-        self.saved = [_make_saved_tensor(t, is_output=False) for t in arguments.tensors]
-        arguments.tensors = []
+        self.saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
         self.ambient = _ambient()
         self.context = contextvars.copy_context()
         self._lock = threading.RLock()
@@ -115,7 +117,9 @@ class _Frame:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> _Holder:
-        holder = _Holder(self, len(self.holders), tensor)
+        holder = _Holder()
+        holder.frame, holder.index = self, len(self.holders)
+        holder.value, holder.version = tensor, tensor._version
         self.holders.append(weakref.ref(holder))
         if self.open is not None:
             self.open.append(holder)
@@ -166,7 +170,7 @@ class _Frame:
 
     def recompute(self, task: Any) -> dict[int, Tensor]:
         """Execute the function again and return the tensors that are needed, by index."""
-        arguments = self.arguments.rebuild(self._arguments())
+        arguments = self.rebuild(self._arguments())
         values: dict[int, Tensor] = {}
         replay = _Replay(self, values)
         try:
@@ -178,51 +182,86 @@ class _Frame:
         except RecomputeError:
             raise
         except Exception as error:
-            if not any(n.startswith("while recomputing") for n in getattr(error, "__notes__", ())):
-                error.add_note(f"while recomputing {self.describe()} for the backward pass")
+            _note(error, f"while recomputing {self.describe()} for the backward pass")
             raise
         replay.verify()
         self.recomputed[task] = values
         if task != -1 and isinstance(task, int):
-            _at_end_of_backward(weakref.ref(self), task)
+            _forget_after(task, self)
         return values
 
-    def _arguments(self) -> Iterator[Tensor]:
-        for saved in self.saved:
-            try:
-                tensor = saved.unpack()
-            except RuntimeError as error:
-                if "modified by an inplace operation" not in str(error):
-                    raise
-                raise RecomputeError(
-                    f"{self.describe()}: an input was modified in place between its forward and its backward, so the "
-                    "recompute would see other values. Expected the tensor to be unchanged; clone it before "
-                    f"changing it, or run the backward first. ({error})"
-                ) from error
-            # A graph of its own: what the function does to its inputs' graph (hooks, a backward) stays in the recompute.
-            yield tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+    def _arguments(self) -> list[Tensor]:
+        try:
+            tensors = [saved.unpack() for saved in self.saved]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RecomputeError(
+                f"{self.describe()}: an input was modified in place between its forward and its backward, so the "
+                "recompute would see other values. Expected the tensor to be unchanged; clone it before changing it, "
+                f"or run the backward first. ({error})"
+            ) from error
+        # A graph of its own: what the function does to its inputs' graph (hooks, a backward) stays in the recompute.
+        return [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
 
-    def _execute(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], replay: _Replay) -> None:
+    def _execute(self, arguments: Arguments, replay: _Replay) -> None:
         _RECOMPUTING.set(True)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_restored(self.ambient))
+        now = _ambient()
+        entered: list[contextlib.AbstractContextManager[Any]] = []
+        failed: tuple[Any, Any, Any] = (None, None, None)
+        torch.autocast_increment_nesting()
+        try:
+            if now != self.ambient:
+                _switch(now, self.ambient)
             for factory in self.contexts:
-                stack.enter_context(factory())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(replay.pack, _identity))
-            args, kwargs = arguments
-            self.function(*args, **kwargs)
+                context = factory()
+                context.__enter__()
+                entered.append(context)
+            torch._C._set_grad_enabled(True)
+            _push_hooks(replay.pack, _identity)
+            try:
+                args, kwargs = arguments
+                self.function(*args, **kwargs)
+            finally:
+                _pop_hooks()
+        except BaseException as error:
+            failed = (type(error), error, error.__traceback__)
+            raise
+        finally:
+            try:
+                _leave(entered, failed)
+            finally:
+                failed = (None, None, None)  # no cycle of this frame and the exception
+                if torch.autocast_decrement_nesting() == 0:
+                    torch.clear_autocast_cache()
+                after = _ambient()
+                if after != now:
+                    _switch(after, now)
         replay.returned = True
+
+
+def _leave(
+    entered: list[contextlib.AbstractContextManager[Any]], failed: tuple[Any, Any, Any]
+) -> None:
+    """Leave contexts in reverse, all of them, whatever one of them raises. None can swallow an exception."""
+    while entered:
+        try:
+            entered.pop().__exit__(*failed)
+        except BaseException:
+            _leave(entered, failed)
+            raise
 
 
 class _Replay:
     """The saved-tensor hooks of one recompute."""
 
     def __init__(self, frame: _Frame, values: dict[int, Tensor]) -> None:
-        alive = [index for index, holder in enumerate(frame.holders) if holder() is not None]
         self.frame, self.values = frame, values
-        self.alive = set(alive)
-        self.last = alive[-1] if frame.early_stop and frame.check != "values" else -1
+        self.alive = [holder() is not None for holder in frame.holders]
+        self.last = -1
+        if frame.early_stop and frame.check != "values" and True in self.alive:
+            self.last = len(self.alive) - 1 - self.alive[::-1].index(True)
+        self.expected = len(self.alive)
         self.count = 0
         self.returned = False
         self.differs: list[str] = []
@@ -230,8 +269,9 @@ class _Replay:
     def pack(self, tensor: Tensor) -> Tensor:
         index = self.count
         self.count += 1
-        tensor = tensor.detach() if tensor.requires_grad else tensor
-        if index in self.alive:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if index < self.expected and self.alive[index]:
             self.values[index] = tensor
             self.compare(index, tensor)
             if index == self.last:
@@ -252,7 +292,7 @@ class _Replay:
             self.differs.append(f"  saved tensor {index}: {_tell(before)}, recomputed {_tell(after)}")
 
     def verify(self) -> None:
-        frame, expected = self.frame, len(self.frame.holders)
+        frame, expected = self.frame, self.expected
         if self.differs:
             what = "values" if frame.check == "values" else "metadata"
             raise RecomputeError(
@@ -262,7 +302,7 @@ class _Replay:
                 + "\nSomething that the block reads changed between forward and recompute, or the block is "
                 "nondeterministic; carry it in a recompute_context, or keep this block."
             )
-        complete = self.alive <= self.values.keys()
+        complete = len(self.values) == sum(self.alive)
         if not complete or (self.returned and self.count < expected):
             raise RecomputeError(
                 f"{frame.describe()}: A different number of tensors was saved during the forward ({expected}) and the "
@@ -305,13 +345,29 @@ def _clear(error: BaseException) -> None:
     error.__traceback__ = None
 
 
-def _at_end_of_backward(frame: weakref.ref[_Frame], task: int) -> None:
-    def forget() -> None:
-        alive = frame()
-        if alive is not None:
-            alive.recomputed.pop(task, None)
+def _note(error: Exception, note: str) -> None:
+    """Say where an exception happened, once."""
+    if not any(known.startswith("while re") for known in getattr(error, "__notes__", ())):
+        error.add_note(note)
 
-    torch.autograd.Variable._execution_engine.queue_callback(forget)  # type: ignore[attr-defined]
+
+_pending: dict[int, list[weakref.ref[_Frame]]] = {}
+
+
+def _forget_after(task: int, frame: _Frame) -> None:
+    """Let a frame forget what it has recomputed for a backward when that backward is over."""
+    frames = _pending.get(task)
+    if frames is None:
+        frames = _pending[task] = []
+
+        def forget() -> None:
+            for reference in _pending.pop(task, ()):
+                alive = reference()
+                if alive is not None:
+                    alive.recomputed.pop(task, None)
+
+        torch.autograd.Variable._execution_engine.queue_callback(forget)  # type: ignore[attr-defined]
+    frames.append(weakref.ref(frame))
 
 
 def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
@@ -337,45 +393,52 @@ def _autocast_devices() -> tuple[str, ...]:
 _devices: tuple[str, ...] = ()
 
 
-def _autocast() -> tuple[Any, ...]:
+def _ambient() -> tuple[Any, ...]:
+    """What torch's operators depend on beside their arguments, in the groups of `_SETTERS`; cheap, read twice a region."""
     global _devices
-    _devices = _devices or _autocast_devices()
+    if not _devices:
+        _devices = _autocast_devices()
     return (
-        torch.is_autocast_cache_enabled(),
-        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices),
+        (
+            torch.is_autocast_cache_enabled(),
+            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices],
+        ),
+        torch.get_default_dtype(),
+        [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())],
+        (
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
+            torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
+            torch._C._get_sdp_priority_order(),
+        ),
+        (
+            torch._C._get_cudnn_enabled(),
+            torch._C._get_cudnn_benchmark(),
+            torch._C._get_cudnn_deterministic(),
+            torch._C._get_mkldnn_enabled(),
+            torch._C._get_float32_matmul_precision(),
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_deterministic_algorithms_warn_only(),
+        ),
+        torch.is_grad_enabled(),
     )
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
-    cache, *devices = state
+    cache, devices = state
     torch.set_autocast_cache_enabled(cache)
     for device, enabled, dtype in devices:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
-def _function_modes() -> tuple[Any, ...]:
-    return tuple(
-        torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())
-    )
-
-
-def _set_function_modes(modes: tuple[Any, ...]) -> None:
+def _set_function_modes(modes: list[Any]) -> None:
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
-
-
-def _sdpa() -> tuple[Any, ...]:
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
-        tuple(torch._C._get_sdp_priority_order()),
-    )
 
 
 def _set_sdpa(state: tuple[Any, ...]) -> None:
@@ -385,19 +448,7 @@ def _set_sdpa(state: tuple[Any, ...]) -> None:
     torch._C._set_sdp_use_math(math)
     torch._C._set_sdp_use_cudnn(cudnn)
     torch._C._set_math_sdp_allow_fp16_bf16_reduction(reduction)
-    torch._C._set_sdp_priority_order(list(order))
-
-
-def _backends() -> tuple[Any, ...]:
-    return (
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_float32_matmul_precision(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_deterministic_algorithms_warn_only(),
-    )
+    torch._C._set_sdp_priority_order(order)
 
 
 def _set_backends(state: tuple[Any, ...]) -> None:
@@ -410,35 +461,18 @@ def _set_backends(state: tuple[Any, ...]) -> None:
     torch._C._set_deterministic_algorithms(algorithms, warn_only=warn_only)
 
 
-_STATES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (_autocast, _set_autocast),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_function_modes, _set_function_modes),
-    (_sdpa, _set_sdpa),
-    (_backends, _set_backends),
+_SETTERS: tuple[Callable[[Any], Any], ...] = (
+    _set_autocast,
+    torch.set_default_dtype,
+    _set_function_modes,
+    _set_sdpa,
+    _set_backends,
+    torch._C._set_grad_enabled,
 )
 
 
-def _ambient() -> tuple[Any, ...]:
-    return tuple([get() for get, _ in _STATES])
-
-
-@contextlib.contextmanager
-def _restored(state: tuple[Any, ...]) -> Iterator[None]:
-    """Give the ambient state of the forward, and put back the present one on every way out."""
-    now = _ambient()
-    torch.autocast_increment_nesting()
-    try:
-        _switch(now, state)
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        _switch(state, now)
-
-
 def _switch(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    for (_, put), old, new in zip(_STATES, before, after, strict=True):
+    for put, old, new in zip(_SETTERS, before, after, strict=True):
         if old != new:
             put(new)
 
@@ -457,6 +491,10 @@ def can_recompute() -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
     )
+
+
+def _just_one(tensors: list[Tensor]) -> Arguments:
+    return tuple(tensors), {}
 
 
 def _refuse_iterator(describe: Callable[[], str]) -> Callable[[object], None]:
@@ -535,18 +573,26 @@ def checkpointed(
     kwargs = kwargs or {}
     if not can_recompute():
         return function(*args, **kwargs)
-    captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))
-    inputs = captured.tensors
+    inputs: Sequence[Tensor]
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # most regions: spare the walk
+        inputs, rebuild = args, _just_one
+    else:
+        captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))
+        inputs, rebuild = captured.tensors, captured.rebuild
+        captured.tensors = []
     versions = [t._version for t in inputs]
-    frame = _Frame(function, captured, contexts, early_stop, check, describe)
+    frame = _Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
     token = _OPEN.set(frame)
     try:
-        with saved_tensors_hooks(frame.pack, _unpack):
+        _push_hooks(frame.pack, _unpack)
+        try:
             if forward_context is None:
                 result = function(*args, **kwargs)
             else:
                 with forward_context:
                     result = function(*args, **kwargs)
+        finally:
+            _pop_hooks()
     except BaseException:
         for factory in contexts:
             _forward_done(factory, failed=True)

@@ -84,8 +84,8 @@ class Run:
     """
 
     __slots__ = (
+        "_captured",
         "_names",
-        "_survey",
         "args",
         "blocks",
         "call",
@@ -118,7 +118,8 @@ class Run:
         self.kept: dict[Segment, str] = {}
         self.side_carried = False
         self._names = names
-        self._survey: tuple[Segment, Survey] | None = None
+        # While a region captures: [x], then [what was found], so that all plugins share one search.
+        self._captured: list[Any] | None = None
 
     def name(self, index: int) -> str:
         """A readable name of a block: its class or function, or its path in an attached model."""
@@ -192,9 +193,14 @@ class Run:
 
     def survey(self, segment: Segment) -> Survey:
         """The modules, objects and random generators reachable from a segment's blocks, x and the side inputs."""
-        if self._survey is not None and self._survey[0] is segment:
-            return self._survey[1]
-        return survey(self.blocks[segment.start : segment.stop], self.side())
+        captured = self._captured
+        if captured is None or type(captured[0]) is not Survey:
+            x = () if captured is None else captured
+            found = survey(self.blocks[segment.start : segment.stop], (*self.side(), *x))
+            if captured is not None:
+                captured[0] = found
+            return found
+        return captured[0]
 
 
 class CurrentBlock:
@@ -251,10 +257,11 @@ class Region:
         if self.segment.children:
             return self.run.run_segments(self.segment.children, x, recomputing)
         run, run_block = self.run, self.run.hooks.run_block
-        token = _CURRENT.set(None)
-        index = self.segment.start
+        index, stop = self.segment.start, self.segment.stop
+        token = _CURRENT.set(CurrentBlock(run, index, recomputing))
         try:
-            for index in range(self.segment.start, self.segment.stop):
+            x = run_block(run, index, run.blocks[index], x, recomputing)
+            for index in range(index + 1, stop):
                 _CURRENT.set(CurrentBlock(run, index, recomputing))
                 x = run_block(run, index, run.blocks[index], x, recomputing)
         except Exception as error:
@@ -269,13 +276,11 @@ class Region:
 
         To be called just before the region's forward, and only if it may be recomputed.
         """
-        run, segment = self.run, self.segment
-        blocks = run.blocks[segment.start : segment.stop]
-        run._survey = (segment, survey(blocks, (*run.side(), x)))
+        self.run._captured = [x]
         try:
-            return run.hooks.recompute_context(run, segment, x)
+            return self.run.hooks.recompute_context(self.run, self.segment, x)
         finally:
-            run._survey = None
+            self.run._captured = None
 
     def keep(self, reason: str) -> None:
         """Note that the region keeps what autograd saved, since it cannot be executed again."""

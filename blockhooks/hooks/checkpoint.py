@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Final
 
 from blockhooks.errors import HookError, PlanError
 from blockhooks.hookspecs import hookimpl
@@ -11,6 +11,8 @@ from blockhooks.recompute import Check, can_recompute, checkpointed
 from blockhooks.run import Hidden, Region, Run
 
 __all__ = ["Checkpoint"]
+
+CHECKS: Final = ("shapes", "values", "none")
 
 
 class Checkpoint:
@@ -50,9 +52,9 @@ class Checkpoint:
             raise PlanError(
                 f"Checkpoint(plan=...) expected a plan function such as blockhooks.plan.every(2), found {plan!r}."
             )
-        if check not in get_args(Check):
+        if check not in CHECKS:
             raise HookError(
-                f"Checkpoint(check={check!r}): expected one of {', '.join(map(repr, get_args(Check)))}."
+                f"Checkpoint(check={check!r}): expected one of {', '.join(map(repr, CHECKS))}."
             )
         self.plan = every(1) if plan is None else plan
         self.early_stop, self.check = early_stop, check
