@@ -40,7 +40,7 @@ class ModeCosts:
         kept: Bytes held from the forward to the backward, without the block's input and output.
         forward_peak: Most bytes at a time in the forward; at least ``kept`` and the output.
         backward_peak: Most bytes at a time in the backward, those kept included.
-        extra: Seconds more than keeping takes, forward and backward together.
+        extra: Seconds more than keeping takes, most of them in the backward.
     """
 
     mode: Mode
@@ -275,14 +275,14 @@ class _Ledger:
             else:
                 for index in segment.indices:
                     block = self.blocks[index]
-                    kept, forward_peak, _, extra = block.figures(segment.mode)
+                    kept, forward_peak, _, _ = block.figures(segment.mode)
                     marks.append((index, held, segment.mode))
                     if ends and index == segment.stop - 1:
-                        self.time += block.recompute_time + extra
+                        self.time += block.recompute_time
                         self.see(held + waiting + min(block.recompute_peak, forward_peak))
                         held += kept
                     else:
-                        self.time += block.forward + extra
+                        self.time += block.forward
                         self.see(held + waiting + forward_peak)
                         held += kept + block.output
         return marks, held
@@ -291,8 +291,9 @@ class _Ledger:
         for what, held, mode in reversed(marks):
             if isinstance(what, int):
                 block = self.blocks[what]
-                self.time += block.backward
-                self.see(held + block.figures(mode)[2])
+                _, _, peak, extra = block.figures(mode)
+                self.time += block.backward + extra
+                self.see(held + peak)
             else:
                 waiting = self.blocks[what.stop - 1].gradient
                 inner, _ = self.forward(_inside(what), held, waiting, early_stop=True)

@@ -15,6 +15,7 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from blockhooks.costs import (
     predict,
 )
 from blockhooks.errors import BudgetError, PlanError
-from blockhooks.plan import MAX_DEPTH, Mode, Segment, binomial, first
+from blockhooks.plan import MAX_DEPTH, Mode, Segment, binomial, every, first
 
 __all__ = ["Plan", "Solver", "solve"]
 
@@ -46,10 +47,11 @@ Segments = tuple[Segment, ...]
 # The memory axis is divided anew for budgets below each quarter of the one before, so that at least a quarter of the
 # slots lies below every budget.
 RUNG: Final = 4
-SLOTS: Final = 800
-# Work of the dynamic programme, in blocks³ · slots; longer chains get fewer slots, and beyond MOST_BLOCKS none.
-WORK: Final = 2_000_000_000
+# The time of the dynamic programme goes with blocks³ · slots.
 MOST_BLOCKS: Final = 256
+MOST_SLOTS: Final = 2000
+LEAST_SLOTS: Final = 240
+SLOTS_BY_BLOCKS: Final = 28_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +191,26 @@ class Solver:
 
     @cached_property
     def floor(self) -> Plan:
-        """The plan of the least memory, and the fastest of those that reach it."""
+        """The plan of the least memory that was found, and the fastest of those that reach it."""
+        least = min(self._family, key=lambda plan: (plan.peak, plan.time))
+        return self._best(least.peak) or least
+
+    @cached_property
+    def _family(self) -> list[Plan]:
+        """Plans for where little memory is left: exactly the least, or by rule where that would nest too deep."""
         n = len(self.profile)
         plans = [self.plain, self.plan(first(n)(n))]
         if n <= MAX_DEPTH:
-            plans.append(self.plan(self._least[1]))
-        for slots in range(1, n):
-            try:
-                plans.append(self.plan(binomial(slots)(n)))
-            except PlanError:  # nests too deep with so few slots
-                continue
-            if plans[-1].peak >= plans[0].peak:
-                break
-        least = min(plans, key=lambda plan: (plan.peak, plan.time))
-        return self._best(least.peak) or least
+            return [*plans, self.plan(self._least[1])]
+        sizes = [2**power for power in range(1, n.bit_length())]
+        functions = [every(size) for size in sizes] + [
+            binomial(slots) for slots in (3, 4, 6, *sizes[2:6])
+        ]
+        for function in functions:
+            # So few slots may nest too deep for so many blocks.
+            with contextlib.suppress(PlanError):
+                plans.append(self.plan(function(n)))
+        return plans
 
     def plan(self, segments: Segments, budget: int | None = None) -> Plan:
         """Return segments with what they cost."""
@@ -235,12 +243,37 @@ class Solver:
         rung = 0
         while budget * RUNG ** (rung + 1) <= self.plain.peak:
             rung += 1
-        # The next rung's best at its top is a candidate too: a larger budget is never slower for its coarser slots.
-        found = [self._on_rung(rung, budget), self._top(rung + 1), self._first(budget)]
-        if len(self.profile) <= MAX_DEPTH:
-            found.append(self.plan(self._least[1]))
+        found = [self._on_rung(rung, budget), self._first(budget), *self._family]
         plans = [plan for plan in found if plan is not None and plan.peak <= budget]
-        return min(plans, key=lambda plan: (plan.time, plan.peak), default=None)
+        best = min(plans, key=_by_time, default=None)
+        # A larger budget must not be slower for its coarser slots: what the next rung can do, this one can.
+        below = self.plain.peak // RUNG ** (rung + 1)
+        if below >= self._least[0] and (best is None or best.time > self._bound(below)):
+            lower = self._top(rung + 1)
+            plans = [plan for plan in (best, lower) if plan is not None]
+            best = min(plans, key=_by_time, default=None)
+        return best
+
+    def _bound(self, budget: int) -> float:
+        """Return a time that no plan within a budget can beat.
+
+        What a plan keeps at the end of the forward is at most the budget; what it keeps less than the plain loop costs
+        each block at least its cheapest rate of seconds for bytes.
+        """
+        rates = []
+        for block in self.profile.blocks:
+            held = block.kept + block.output
+            rate = block.recompute_time / held if held else 0.0
+            for costs in block.modes:
+                if costs.kept < block.kept:
+                    rate = min(rate, costs.extra / (block.kept - costs.kept))
+            rates.append((rate, held))
+        time = self.plain.time
+        excess = sum(held for _, held in rates) - budget
+        for rate, held in sorted(rates):
+            time += rate * max(0, min(held, excess))
+            excess -= held
+        return time
 
     def _top(self, rung: int) -> Plan | None:
         """Return the fastest plan at the highest budget of a rung."""
@@ -263,6 +296,9 @@ class Solver:
 
     @cached_property
     def _least(self) -> tuple[int, Segments]:
+        """A peak that no plan is below, and the plan that reaches it, if that one could be executed."""
+        if len(self.profile) > MOST_BLOCKS:
+            return max(block.backward_peak for block in self.profile.blocks), ()
         return _least_memory(self.profile)
 
     @cached_property
@@ -277,15 +313,19 @@ class Solver:
         return None
 
 
-def _brief(segments: Segments) -> str:
-    """Return segments as a short text, such as ``"[0..4 4..6] 6..12 kept"``."""
-    parts = []
-    for segment in segments[:8]:
-        inside = f"[{_brief(segment.children)}]" if segment.children else ""
-        parts.append(
-            f"{segment}{inside}" + ("" if segment.mode == "recompute" else f" {segment.mode}")
-        )
-    return " ".join(parts) + (" ..." if len(segments) > 8 else "")
+def _by_time(plan: Plan) -> tuple[float, int]:
+    return plan.time, plan.peak
+
+
+def _brief(segments: Segments, most: int = 8) -> str:
+    """Return segments as a short text, such as ``"0..4 (nested) 4..6 6..12 keep ..."``."""
+    parts = [
+        str(segment)
+        + (" (nested)" if segment.children else "")
+        + ("" if segment.mode == "recompute" else f" {segment.mode}")
+        for segment in segments[:most]
+    ]
+    return " ".join(parts) + (" ..." if len(segments) > most else "")
 
 
 def _first_peaks(profile: ChainProfile) -> list[int]:
@@ -364,13 +404,13 @@ class _Table:
     slots of memory are free beside the input of `s`. The first block is kept in some mode, or the first blocks
     ``s..r-1`` are a segment to recompute: ``cost(s, t)[m] = forward(s..r-1) + cost(r, t)[m - output(r-1)] +
     cost(s, r-1)[m]``. What depends on `r` and `t` alone is stored shifted, so that one addition of two matrices and
-    one minimum do for all `r`.
+    one minimum do for all `s`.
     """
 
     def __init__(self, profile: ChainProfile, top: int) -> None:
         stages = _stages(profile)
         self.count = count = len(stages)
-        self.slots = slots = min(SLOTS, WORK // count**3)
+        self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count))
         self.unit = max(top, 1) / slots
         self.ways = [_ways(stage) for stage in stages]
         self.forward = np.array([0, *accumulate(s.forward for s in stages)], np.float32)
@@ -381,7 +421,12 @@ class _Table:
         ]  # slots of each block's input; those of the first are its caller's
         self.waiting = [*(self._slots(stage.gradient) for stage in stages[:-1]), 0]
         self.held = self._held(stages, outputs)
-        self.shifted = self._fill()
+        # By length and first block: costs[length, s][m] = cost(s, s + length)[m] + forward(0..s-1), and the same
+        # shifted by the input of s, so that m counts from before that.
+        self.costs = np.empty((count, count, slots + 1), np.float32)
+        self.shifted = np.empty_like(self.costs)
+        for length in range(count):
+            self._fill(length)
 
     def _slots(self, count: int) -> int:
         return round(count / self.unit)
@@ -399,40 +444,37 @@ class _Table:
                 held[index][mode] = max(size, outputs[index])
         return held
 
-    def _fill(self) -> Floats:
-        count, width, forward = self.count, self.slots + 1, self.forward
-        # shifted[t, r][m] = cost(r, t)[m - before(r)] + forward(0..r-1)
-        shifted = np.empty((count, count, width), np.float32)
-        own = np.empty((count, width), np.float32)  # cost(s, t) of the present s
-        sums = np.empty((count, width), np.float32)
-        for start in reversed(range(count)):
-            for last in range(start, count):
-                row = own[last]
-                if start == last:
-                    row.fill(np.inf)
-                    for way in self.ways[start]:
-                        least = self._slots(way.last_peak)
-                        np.minimum(row[least:], way.last_time, out=row[least:])
+    def _fill(self, length: int) -> None:
+        """Compute the costs of all parts of `length + 1` blocks from those of shorter ones."""
+        starts, width = self.count - length, self.slots + 1
+        costs, shifted = self.costs[length, :starts], self.shifted[length, :starts]
+        costs.fill(np.inf)
+        shifted.fill(np.inf)
+        forward = self.forward[:starts, None]
+        if length:
+            sums = np.empty((starts, width), np.float32)
+            for first in range(length):
+                # Recompute the blocks s..s+first as a segment, then the rest.
+                rest = self.shifted[length - first - 1, first + 1 : first + 1 + starts]
+                np.add(rest, self.costs[first, :starts], out=sums)
+                np.minimum(costs, sums, out=costs)
+            costs -= forward
+        for start in range(starts):
+            row, edge = costs[start], self.before[start]
+            for way in self.ways[start]:
+                if length:
+                    least = self._least(way, start, start + length)
+                    self._keep_first(way, start, self.shifted[length - 1, start + 1], least, row)
                 else:
-                    parts = sums[: last - start]
-                    np.add(shifted[last, start + 1 : last + 1], own[start:last], out=parts)
-                    np.minimum.reduce(parts, axis=0, out=row)
-                    row -= forward[start]
-                    for way in self.ways[start]:
-                        self._keep_first(way, start, last, shifted[last, start + 1], row)
-                edge = self.before[start]
-                shifted[last, start, :edge] = np.inf
-                np.add(row[: width - edge], forward[start], out=shifted[last, start, edge:])
-        return shifted
+                    least = self._slots(way.last_peak)
+                    np.minimum(row[least:], way.last_time + forward[start], out=row[least:])
+            shifted[start, edge:] = row[: width - edge]
 
-    def _keep_first(self, way: _Way, start: int, last: int, rest: Floats, row: Floats) -> None:
-        held, least = self.held[start][way.mode], self._least(way, start, last)
+    def _keep_first(self, way: _Way, start: int, rest: Floats, least: int, row: Floats) -> None:
         if least < len(row):
-            move = held - self.before[start + 1]
-            constant = np.float32(way.time) - self.forward[start + 1]
-            np.minimum(
-                row[least:], rest[least - move : len(row) - move] + constant, out=row[least:]
-            )
+            move = self.held[start][way.mode] - self.before[start + 1]
+            time = np.float32(way.time) - (self.forward[start + 1] - self.forward[start])
+            np.minimum(row[least:], rest[least - move : len(row) - move] + time, out=row[least:])
 
     def _least(self, way: _Way, start: int, last: int) -> int:
         """Slots that must be free to keep block `start` in this way, before `last`."""
@@ -441,8 +483,8 @@ class _Table:
 
     def plans(self, budget: int) -> Iterator[Segments]:
         """Yield plans, fastest first, that keep a budget as far as slots can tell; from a little above it on."""
-        slot = min(self.slots, int(budget / self.unit) + 1 + self.slots // 50)
-        times = self.shifted[self.count - 1, 0]
+        slot = min(self.slots, int(budget / self.unit) + 1 + self.slots // 100)
+        times = self.costs[self.count - 1, 0]
         while slot >= 0 and np.isfinite(times[slot]):
             # The least memory of this time.
             slot = int(np.searchsorted(-times[: slot + 1], -times[slot]))
@@ -451,25 +493,18 @@ class _Table:
 
     def _choose(self, start: int, last: int, free: int) -> list[tuple[Mode, int] | Segment]:
         """Return the choices behind ``cost(start, last)[free]``, block by block."""
-        shifted = self.shifted
         items: list[tuple[Mode, int] | Segment] = []
         while start < last:
-            parts = (
-                shifted[last, start + 1 : last + 1, free]
-                + shifted[start:last, start, free + self.before[start]]
-                - self.forward[start]
-                - self.forward[start]
-            )
+            lengths = np.arange(last - start)
+            parts = self.costs[lengths, start, free] - self.forward[start]
+            parts += self.shifted[lengths[::-1], start + 1 + lengths, free]
             cut = int(parts.argmin())
             best: tuple[np.float32, Mode | None] = (parts[cut], None)
             for way in self.ways[start]:
-                at = free - self.held[start][way.mode] + self.before[start + 1]
                 if free >= self._least(way, start, last):
-                    time = (
-                        shifted[last, start + 1, at]
-                        + np.float32(way.time)
-                        - self.forward[start + 1]
-                    )
+                    at = free - self.held[start][way.mode]
+                    time = self.costs[last - start - 1, start + 1, at] + np.float32(way.time)
+                    time -= self.forward[start + 1] - self.forward[start]
                     if time <= best[0]:
                         best = (time, way.mode)
             if best[1] is None:
@@ -517,26 +552,27 @@ def _least_memory(profile: ChainProfile) -> tuple[int, Segments]:
     count = len(stages)
     outputs = np.array([stage.output for stage in stages], np.int64)
     ways = [_ways(stage) for stage in stages]
-    least = np.full((count, count), np.iinfo(np.int64).max // 2, np.int64)
-    cuts: dict[tuple[int, int], int] = {}
+    least = np.zeros((count, count), np.int64)
+
+    def peaks(start: int, last: int) -> npt.NDArray[np.int64]:
+        # By the last block of a first segment to recompute; the output of that one is held meanwhile.
+        rest: npt.NDArray[np.int64] = outputs[start:last] + least[start + 1 : last + 1, last]
+        np.maximum(rest, least[start, start:last], out=rest)
+        return rest
+
     for start in reversed(range(count)):
         least[start, start] = min(way.last_peak for way in ways[start])
         for last in range(start + 1, count):
-            # Cut before block r: recompute start..r-1, with the input of r held meanwhile.
-            rest = outputs[start:last] + least[start + 1 : last + 1, last]
-            peaks = np.maximum(rest, least[start, start:last])
-            best = peaks.min()
-            # Of the cuts with the least peak the most even one nests the least.
-            even = np.flatnonzero(peaks == best)
-            cut = int(even[np.abs(2 * even - (last - start)).argmin()])
-            least[start, last], cuts[start, last] = best, start + cut + 1
+            least[start, last] = peaks(start, last).min()
 
     def choose(start: int, last: int) -> list[tuple[Mode, int] | Segment]:
         items: list[tuple[Mode, int] | Segment] = []
         while start < last:
-            cut = cuts[start, last]
-            items.append(_segment(start, cut, choose(start, cut - 1)))
-            start = cut
+            # Of the cuts with the least peak the most even one nests the least.
+            cuts = np.flatnonzero(peaks(start, last) == least[start, last])
+            cut = start + int(cuts[np.abs(2 * cuts + 1 - (last - start)).argmin()])
+            items.append(_segment(start, cut + 1, choose(start, cut)))
+            start = cut + 1
         items.append((min(ways[last], key=lambda way: way.last_peak).mode, last))
         return items
 
