@@ -1,8 +1,8 @@
 """Where the time of a step goes, and what autograd keeps: the measuring parts of a profile.
 
 A `Timeline` holds the spans of one step. Its marks are clock readings on the CPU and events on an accelerator, which
-are resolved when figures are asked for, so that nothing waits for the device. `SavedBytes` counts what autograd saves
-while a block runs and hands every tensor on; `FlopCounter` counts operations. None of them keeps a tensor (R8).
+are resolved when figures are asked for, so that nothing waits for the device. `saved_in_graph` and `saved_through`
+count what autograd saves for a block; `FlopCounter` counts operations. None of them keeps a tensor (R8).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from threading import get_ident
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +34,17 @@ __all__ = [
     "FORWARD",
     "RECOMPUTE",
     "FlopCounter",
-    "SavedBytes",
+    "Saved",
     "Span",
     "Step",
     "Timeline",
     "Watch",
     "active_hooks",
-    "hooks_are_possible",
+    "autograd_is_plain",
+    "nodes_since",
+    "saved_in_graph",
+    "saved_through",
+    "sequence_number",
     "sizes",
 ]
 
@@ -256,6 +260,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops[span.block, span.phase] += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Count an operation, so that what torch imports for seconds then is no time of a block."""
+        with cls(Timeline(torch.device("cpu"))).counting():
+            torch.empty(0)
+
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count within a ``with`` statement."""
@@ -277,22 +287,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._depths[get_ident()] == 0:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def watch(self, outputs: Iterable[Node], inputs: Iterable[Node]) -> None:
-        """Count in the backward from some nodes down to others.
-
-        Node by node, since autograd resets a thread's modes before each.
-        """
-        seen, todo = set(inputs), list(outputs)
-        while todo:
-            node = todo.pop()
-            if node in seen or hasattr(
-                node, "variable"
-            ):  # a leaf's node only adds, and may outlive the step
-                continue
-            seen.add(node)
+    def watch(self, nodes: Iterable[Node]) -> None:
+        """Count in the backward of nodes: one by one, since autograd resets a thread's modes before each."""
+        for node in nodes:
             node.register_prehook(self._begin)
             node.register_hook(self._end)
-            todo += [following for following, _ in node.next_functions if following is not None]
 
 
 # -------------------------------------------------------------------------------------------------------------- steps
@@ -434,22 +433,77 @@ def _thinned(samples: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------- saved tensors
 
 
-class _Kept(NamedTuple):
-    """What autograd keeps when nobody else is asked: the tensor, and its version for autograd's in-place check."""
+class Saved(NamedTuple):
+    """Bytes of distinct storages that autograd saved for a block, besides parameters and side inputs.
 
-    tensor: Tensor
-    version: int
+    Attributes:
+        others: Of storages that are not x.
+        x: Of x, if it was saved.
+    """
+
+    others: int
+    x: int
+
+    @classmethod
+    def of(cls, seen: Mapping[int, int], without: Collection[int], x: Mapping[int, int]) -> Saved:
+        """Sort storages, given as of `sizes`, by those of x, those that do not count, and the others."""
+        of_x = sum(nbytes for key, nbytes in x.items() if key in seen)
+        others = (nbytes for key, nbytes in seen.items() if key not in x and key not in without)
+        return cls(sum(others), of_x)
 
 
-def _unpack(kept: _Kept) -> Tensor:
-    if kept.tensor._version != kept.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kept.tensor.type()} {list(kept.tensor.shape)}], is at version {kept.tensor._version}; "
-            f"expected version {kept.version} instead. Hint: enable anomaly detection to find the operation that "
-            "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-        )
-    return kept.tensor
+@contextmanager
+def saved_through(hooks: tuple[Any, Any]) -> Iterator[dict[int, int]]:
+    """Count the distinct storages that go to a pair of saved-tensor hooks within a ``with`` statement.
+
+    Each tensor is handed on to that pair, so what a segment drops is dropped and what an offloader moves is moved.
+
+    Args:
+        hooks: The active pair, from `active_hooks`.
+
+    Yields:
+        The bytes of the storages by their identities, once the statement has ended.
+    """
+    # A weak reference keeps the storage's identity, not its memory: an address can be used again.
+    seen: dict[StorageWeakRef, int] = {}
+    pack, unpack = hooks
+
+    def hand_on(tensor: Tensor) -> Any:
+        for storage in storages(tensor):
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            seen.setdefault(reference, _nbytes(tensor, storage))
+        return pack(tensor)
+
+    found: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(hand_on, unpack):
+        yield found
+    found.update({reference.cdata: nbytes for reference, nbytes in seen.items()})
+
+
+def saved_in_graph(nodes: Iterable[Node]) -> dict[int, int]:
+    """Return the bytes of the distinct storages that nodes of autograd's graph hold, by their identities.
+
+    Only looks, where `saved_through` would take autograd's place: hooks change which functions can be called.
+    """
+    seen: dict[int, int] = {}
+    for node in nodes:
+        for name in _names_of_saved(type(node)):
+            value = getattr(node, name) or ()
+            for saved in value if isinstance(value, tuple) else (value,):
+                if isinstance(saved.data, Tensor):
+                    for storage in storages(saved.data):
+                        seen.setdefault(storage._cdata, _nbytes(saved.data, storage))
+    return seen
+
+
+@cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _nbytes(tensor: Tensor, storage: torch.UntypedStorage) -> int:
+    """Return what a saved tensor counts: nothing if it is a parameter, known or not."""
+    return 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
 
 
 def active_hooks() -> tuple[Any, Any] | None:
@@ -458,83 +512,28 @@ def active_hooks() -> tuple[Any, Any] | None:
     return pair
 
 
-def hooks_are_possible() -> bool:
-    """Whether autograd records here and takes saved-tensor hooks; torch.func's transforms do not."""
-    return (
-        torch.is_grad_enabled()
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+def autograd_is_plain() -> bool:
+    """Whether autograd records here, and is not that of torch.func's transforms."""
+    return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-class SavedBytes:
-    """Count the distinct storages that autograd saves within a ``with`` statement, and change nothing else.
+def sequence_number() -> int:
+    """Return a number that no node made so far in this thread has, but the next one."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
-    Each tensor is handed on to the pair of hooks that is active at the beginning, so what a region drops is dropped and
-    what an offloader moves is moved. Without one, the tensor is kept as autograd would keep it.
 
-    Args:
-        outer: The active pair, from `active_hooks`.
-    """
-
-    __slots__ = ("_outer", "_pair", "_seen")
-
-    def __init__(self, outer: tuple[Any, Any] | None) -> None:
-        self._seen: dict[StorageWeakRef, int] = {}
-        self._outer = None if outer is None else outer[0]
-        self._pair = (
-            torch.autograd.graph.saved_tensors_hooks(self._keep, _unpack)
-            if outer is None
-            else torch.autograd.graph.saved_tensors_hooks(self._hand_on, outer[1])
-        )
-
-    def __enter__(self) -> Self:
-        self._pair.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pair.__exit__(*error)
-        # The pair knows this object: a circle, in which the region would wait for the garbage collector (R8).
-        del self._pair
-        self._outer = None
-
-    def _hand_on(self, tensor: Tensor) -> Any:
-        self._count(tensor)
-        assert self._outer is not None
-        return self._outer(tensor)
-
-    def _keep(self, tensor: Tensor) -> _Kept:
-        self._count(tensor)
-        # An output of the node that saves it would keep that node alive, and so itself.
-        kept = tensor if tensor.grad_fn is None else tensor.detach()
-        return _Kept(kept, tensor._version)
-
-    def _count(self, tensor: Tensor) -> None:
-        if tensor.is_leaf and tensor.requires_grad:
-            return  # a parameter
-        for storage in storages(tensor):
-            # A weak reference keeps the storage's identity, not its memory: an address can be used again.
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._seen.setdefault(reference, storage.nbytes())
-
-    def take(self, without: Collection[int], x: Collection[int]) -> tuple[int, int]:
-        """Return the bytes counted, and forget the storages.
-
-        Args:
-            without: Identities of storages that are not counted, as of `sizes`.
-            x: Those of the block's input.
-
-        Returns:
-            Bytes of storages other than those, and bytes of x, if it was saved.
-        """
-        counted = of_x = 0
-        for reference, nbytes in self._seen.items():
-            if reference.cdata in x:
-                of_x += nbytes
-            elif reference.cdata not in without:
-                counted += nbytes
-        self._seen.clear()
-        return counted, of_x
+def nodes_since(number: int, outputs: Iterable[Node]) -> Iterator[Node]:
+    """Yield the nodes that lead to some, as far as they were made since a `sequence_number`; without leaves."""
+    seen: set[Node] = set()
+    todo = list(outputs)
+    while todo:
+        node = todo.pop()
+        if node in seen or node._sequence_nr() < number or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        yield node
+        todo += [following for following, _ in node.next_functions if following is not None]
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -30,12 +30,17 @@ from blockhooks.report.trace import chrome_trace
 from blockhooks.timeline import (
     FORWARD,
     RECOMPUTE,
-    SavedBytes,
+    FlopCounter,
+    Saved,
     Step,
     Timeline,
     Watch,
     active_hooks,
-    hooks_are_possible,
+    autograd_is_plain,
+    nodes_since,
+    saved_in_graph,
+    saved_through,
+    sequence_number,
     sizes,
 )
 
@@ -91,6 +96,8 @@ class Profile:
     ) -> None:
         self._schedule = _schedule(schedule)
         self._flops = flops
+        if flops:
+            FlopCounter.prepare()
         self._ranges = ranges
         self._strip = Strip() if live else None
         self._figures = Figures()
@@ -149,25 +156,32 @@ class Profile:
         recording: _Recording | None = run.state.get(self)
         if recording is None:
             return (yield)
-        if recomputing or not hooks_are_possible():
+        if recomputing or not autograd_is_plain():
             with recording.timed(index, RECOMPUTE if recomputing else FORWARD):
                 return (yield)
-        nodes, outer = _nodes(x), active_hooks()
-        mode = _Mode.of(block, x, dropping=recording.drops(outer))
-        if self._take_counted(recording, index, mode):
+        inputs, hooks = _nodes(x), active_hooks()
+        mode = _Mode.of(block, x, dropping=recording.drops(hooks))
+        x_sizes = None if self._is_counted(recording, index, mode) else sizes(_tensors(x))
+        began = sequence_number()
+        if x_sizes is None or hooks is None:
+            seen = None
             with recording.timed(index, FORWARD):
                 result = yield
         else:
-            x_bytes = sizes(_tensors(x))
-            with SavedBytes(outer) as saved, recording.timed(index, FORWARD):
+            with saved_through(hooks) as seen, recording.timed(index, FORWARD):
                 result = yield
-            counted = saved.take(_not_counted(run, block), x_bytes)
-            recording.note_saved(index, counted, sum(x_bytes.values()), mode.dropping)
-        recording.watch(index, nodes, result)
+        outputs = [node for node in _nodes(result) if node._sequence_nr() >= began]
+        if x_sizes is not None:
+            if seen is None:
+                seen = saved_in_graph(nodes_since(began, outputs))
+            saved_bytes = Saved.of(seen, _not_counted(run, block), x_sizes)
+            recording.note_saved(index, saved_bytes, sum(x_sizes.values()), mode.dropping)
+            recording.count_flops(index, nodes_since(began, outputs))
+        recording.watch(index, inputs, outputs)
         self._refresh(recording.step)
         return result
 
-    def _take_counted(self, recording: _Recording, index: int, mode: _Mode) -> bool:
+    def _is_counted(self, recording: _Recording, index: int, mode: _Mode) -> bool:
         """Take the bytes and operations of a block from a step before, unless they are to be counted in this one."""
         name, step = recording.names[index], recording.step
         block = step.block(index, name)
@@ -182,23 +196,27 @@ class Profile:
 
     def _refresh(self, step: Step) -> None:
         if self._strip is not None and self._strip.due():
-            done = next(
-                (s for s in reversed(self._pending) if s is not step and s.timeline.done), None
-            )
+            steps = (*self._traced, *self._pending)
+            done = next((s for s in reversed(steps) if s is not step and s.timeline.done), None)
             if done is not None:
                 self._strip.show(done.figures())
 
     # ----------------------------------------------------------------------------------------------------- figures
 
     def step(self) -> None:
-        """End a step, and begin the next: for steps of several runs, such as accumulated gradients.
+        """Begin a step: for steps of several runs, such as accumulated gradients.
 
-        From the first call on steps end here alone, so their wall time is that from call to call.
+        From the first call on steps begin here alone, so their wall time is that from call to call.
         """
         self._by_hand = True
         if self._step is not None:
             self._step.timeline.end = self._step.timeline.now()
         self._begin_step(self._device)
+
+    def close(self) -> None:
+        """End the live display, and leave its last picture in the terminal."""
+        if self._strip is not None:
+            self._strip.close()
 
     @contextmanager
     def measure(self, device: torch.device | str | None = None) -> Iterator[None]:
@@ -411,27 +429,27 @@ class _Recording:
         """Whether what autograd saves under these hooks goes to a segment, and not where it goes around the run."""
         return _identity(hooks) != self._around
 
-    def note_saved(self, index: int, counted: tuple[int, int], x_bytes: int, dropped: bool) -> None:
+    def note_saved(self, index: int, saved: Saved, x_bytes: int, dropped: bool) -> None:
         """Take down what autograd saved in the forward of a block.
 
         Args:
             index: The block's index.
-            counted: Bytes besides x, and of x.
+            saved: Bytes besides x, and of x.
             x_bytes: Bytes of x, saved or not.
             dropped: Whether a segment took them.
         """
         block = self.step.block(index, self.names[index])
         if not dropped:
-            block.kept_bytes, block.x_bytes = counted
+            block.kept_bytes, block.x_bytes = saved
             return
         block.mode = next(
             (s.mode for s in reversed(self.segments) if s.mode != "keep"), "recompute"
         )
         if self.segments and index == self.segments[0].start:
             # A region keeps its input, whether or not the block would have (R2).
-            block.dropped_bytes, block.x_bytes = counted[0], x_bytes
+            block.dropped_bytes, block.x_bytes = saved.others, x_bytes
         else:
-            block.dropped_bytes = sum(counted)
+            block.dropped_bytes = sum(saved)
 
     def note_kept(self, segment: Segment) -> None:
         """Take down that a segment kept after all what its blocks seemed to drop."""
@@ -440,19 +458,25 @@ class _Recording:
             block.kept_bytes += block.dropped_bytes
             block.dropped_bytes, block.mode = 0, "keep"
 
-    def watch(self, index: int, inputs: set[Node], result: Hidden) -> None:
-        """Take the time of the block's backward, whenever it comes."""
-        outputs = _nodes(result) - inputs
-        if not outputs:
-            return
-        name, step = self.names[index], self.step
-        if step.flops is not None and name in step.counted:
-            step.flops.watch(outputs, inputs)
-        watch = Watch(step.timeline, name, len(inputs))
-        for node in outputs:
-            node.register_prehook(watch.begin)
-        for node in inputs:
-            node.register_prehook(watch.end)
+    def count_flops(self, index: int, nodes: Iterable[Node]) -> None:
+        """Count the operations of a block's backward, if those of the block are counted in this step."""
+        if self.step.flops is not None and self.names[index] in self.step.counted:
+            self.step.flops.watch(nodes)
+
+    def watch(self, index: int, inputs: Collection[Node], outputs: Sequence[Node]) -> None:
+        """Take the time of the block's backward, whenever it comes.
+
+        Args:
+            index: The block's index.
+            inputs: The nodes that made x.
+            outputs: The nodes of the block that made its result.
+        """
+        if outputs:
+            watch = Watch(self.step.timeline, self.names[index], len(inputs))
+            for node in outputs:
+                node.register_prehook(watch.begin)
+            for node in inputs:
+                node.register_prehook(watch.end)
 
 
 def _identity(hooks: tuple[Any, Any] | None) -> int | None:

@@ -50,8 +50,12 @@ class Strip:
         self._next_ns = time.perf_counter_ns() + INTERVAL_NS
         if not self._live.is_started:
             self._live.start()
-            atexit.register(self._live.stop)  # gives the cursor back
+            atexit.register(self.close)  # or the cursor stays hidden
         self._live.update(self.render(step), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last picture as it is, and give the terminal back."""
+        self._live.stop()
 
     def render(self, step: StepFigures) -> Text:
         """Draw a step."""
