@@ -11,9 +11,11 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
+from blockhooks.lowering import lower
 from blockhooks.models.call import call_block, in_backward
 from blockhooks.models.find import Blocks, Stack, find_stacks, inner_stacks, select_stacks
 from blockhooks.models.intercept import is_routed, route, unroute
@@ -168,6 +170,11 @@ class _WholeModel:
         with self.handle.forward():
             return plain(*args, **kwargs)
 
+    def traced(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return plain(*args, **kwargs)
+
 
 class _Attached:
     """A stack whose blocks are routed.
@@ -198,6 +205,13 @@ class _Attached:
             if module is not None:
                 self.routes.append(_Block(self, indices))
                 route(module, self.routes[-1])
+
+    def lowered(self, index: int) -> bool | None:
+        """Whether a compiled block is recomputed; None if it cannot be compiled with its hooks."""
+        plan = lower(self.handle.chain.plugins, self.blocks())
+        return (
+            None if plan is None else any(r and start <= index < stop for start, stop, r, _ in plan)
+        )
 
     def unroute(self) -> None:
         for reference in self.modules:
@@ -284,6 +298,7 @@ class _Block:
         self.stack, self.indices = stack, indices
         self.next = 0
         self.had_gradients = False
+        self.lowered = stack.lowered(indices[0])
 
     def __call__(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -300,3 +315,22 @@ class _Block:
         index = self.indices[self.next % len(self.indices)]
         self.next += 1
         return self.stack.call(index, plain, args, kwargs)
+
+    def traced(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The lowering of one block (R10); one that cannot be lowered runs between two graphs, with all of its hooks."""
+        if self.stack.inside:
+            return plain(*args, **kwargs)
+        if self.lowered is None:
+            return _uncompiled(self, plain, args, kwargs)
+        if self.lowered and torch.is_grad_enabled():
+            return torch_checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return plain(*args, **kwargs)
+
+
+@torch._disable_dynamo
+def _uncompiled(
+    block: _Block, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return block(plain, args, kwargs)

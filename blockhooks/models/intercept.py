@@ -5,9 +5,8 @@ weakly held, whether this one is routed; nothing is put on the instance, and `va
 `state_dict` are what they were. It also sees `layer.forward(...)` called directly, and lies inside the module's own
 hooks (FSDP's, accelerate's), which fire once. When the last routed instance of a class is gone, so is its `forward`.
 
-Three kinds of modules answer a call elsewhere, and get the same treatment there: a module compiled in place (its
-`__call__` runs compiled code, and a route inside would be compiled with it), a module with a `forward` among its own
-attributes, and one of those on which accelerate has put a hook and kept the original in `_old_forward`.
+Two kinds of modules answer a call elsewhere, in their `__call__`, and are routed there: one that is compiled (a route
+inside would be compiled with it), and one with a `forward` among its own attributes.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 __all__ = ["Route", "is_routed", "route", "unroute"]
@@ -31,8 +31,15 @@ class Route(Protocol):
     ) -> Any:
         """Answer a call; `plain` is what would have been called."""
 
+    def traced(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer a call that is being compiled, in a way that the compiler can follow."""
+
 
 _routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
+_traced: dict[int, Route] = {}
+"""The same by the module's id, which the compiler can follow; an id is taken out before it can be used again."""
 _entries: dict[tuple[type, str], _Entry] = {}
 _lock = threading.RLock()
 
@@ -42,6 +49,8 @@ def route(module: nn.Module, target: Route) -> None:
     with _lock:
         _sweep()
         _routes[module] = target
+        _traced[id(module)] = target
+        weakref.finalize(module, _traced.pop, id(module), None).atexit = False
         key = _entry_of(module)
         if key not in _entries:
             _entries[key] = _Entry(*key)
@@ -52,6 +61,7 @@ def unroute(module: nn.Module) -> None:
     """Give a module its own calls back."""
     with _lock:
         _routes.pop(module, None)
+        _traced.pop(id(module), None)
         for entry in _entries.values():
             entry.members.discard(module)
         _sweep()
@@ -82,24 +92,8 @@ class _Entry:
         self.owner, self.name = owner, name
         self.members: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.original = vars(owner).get(name)
-        inherited = getattr(owner, name)
-
-        @functools.wraps(inherited)
-        def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            target = _routes.get(self)
-            if target is None:
-                return plain(self)(*args, **kwargs)
-            return target(plain(self), args, kwargs)
-
-        plain = self.plain
-        self.method = method
-        setattr(owner, name, method)
-
-    def plain(self, module: nn.Module) -> Callable[..., Any]:
-        """What the class would have called, bound to the module."""
-        if self.original is None:
-            return getattr(super(self.owner, module), self.name)  # type: ignore[no-any-return]
-        return self.original.__get__(module, type(module))  # type: ignore[no-any-return]
+        self.method = _method(owner, name, self.original)
+        setattr(owner, name, self.method)
 
     def remove(self) -> None:
         """Take the method out again, unless somebody has put another one over it, which may call it."""
@@ -109,3 +103,26 @@ class _Entry:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
+
+
+def _method(owner: type, name: str, original: Any) -> Callable[..., Any]:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # No bound method: after a graph break the compiler would look it up by name, and find this one.
+            target = _traced.get(id(self))
+            if target is None:
+                return function(self, *args, **kwargs)
+            return target.traced(functools.partial(function, self), args, kwargs)
+        # What is inherited is looked up now: a base class may have got, or lost, a route of its own.
+        plain = (
+            getattr(super(owner, self), name)
+            if original is None
+            else original.__get__(self, type(self))
+        )
+        target = _routes.get(self)
+        return plain(*args, **kwargs) if target is None else target(plain, args, kwargs)
+
+    return method

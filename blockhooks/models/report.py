@@ -310,7 +310,7 @@ def _row(group: list[dict[str, Any]]) -> tuple[str, ...]:
         _shortened([block["name"] for block in group]),
         one["class"],
         one["asked"] or "-",
-        one["done"] or "not called",
+        one["done"] or "no call seen",
         str(sum(block["calls"] for block in group)),
         size(saved),
         size(dropped),

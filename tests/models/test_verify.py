@@ -50,7 +50,9 @@ def test_without_the_snapshot_of_buffers_the_buffer_and_its_module_are_named():
 def test_without_the_snapshot_of_generators_the_gradient_is_named():
     result = verify(Loop(), sequence(), HookChain([Checkpoint()], without=("RNGSnapshot",)))
     assert {difference.kind for difference in result.differences} == {"gradient", "rng"}
-    assert result.first == "the backward of module layers.3.mix.2, gradient of layers.3.mix.2.bias"
+    assert (
+        result.first == "the backward of module layers.3.mix.2, gradient of layers.3.mix.2.weight"
+    )
 
 
 def test_a_changed_forward_is_located():
