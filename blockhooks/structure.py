@@ -15,6 +15,7 @@ import collections.abc
 import dataclasses
 import enum
 import functools
+import inspect
 import itertools
 import logging
 import pathlib
@@ -23,7 +24,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -608,10 +609,6 @@ class Slots(collections.abc.MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def copy(self) -> dict[str, Any]:
-        """What the slots hold."""
-        return dict(self)
-
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, each once, in order of first sight."""
@@ -676,9 +673,7 @@ class _Search:
             self.objects.append(value)
             for item in _attributes(value).values():
                 self.value(item, 0)
-            call = getattr(type(value), "__call__", None)
-            if isinstance(call, types.FunctionType):
-                self.globals_of(call)
+            self.globals_of_class(type(value))
 
     def function(self, function: Any) -> None:
         if id(function) in self.seen:
@@ -711,21 +706,27 @@ class _Search:
                 ):
                     self.value(value, 1)
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                hook = inspect.unwrap(hook)
                 if id(hook) not in self.seen and _is_plain(hook):
                     self.seen.add(id(hook))
                     self.hooks.append(hook)
-            self.globals_of(type(module).forward)
+            self.globals_of_class(type(module))
             children = [child for child in module._modules.values() if child is not None]
             stack.extend(reversed(children))
 
     def globals_of(self, function: Any) -> None:
-        while function is not None:  # a decorator's function, then the one that it decorates
-            code = getattr(function, "__code__", None)
-            if code is not None:
-                namespace = function.__globals__
-                for name in _global_names(code, _Namespace(namespace)):
-                    self.value(namespace.get(name), 0)
-            function = getattr(function, "__wrapped__", None)
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            self.names(_names_reached(code, _Namespace(function.__globals__)))
+
+    def globals_of_class(self, kind: type) -> None:
+        if kind not in _reached_by_class:
+            _reached_by_class[kind] = _names_of_class(kind)
+        self.names(_reached_by_class[kind])
+
+    def names(self, reached: _Names) -> None:
+        for names, name in reached:
+            self.value(names.get(name), 0)
 
     def value(self, value: Any, depth: int) -> None:
         """Look for generators and for modules that are held outside of `_modules`."""
@@ -758,37 +759,74 @@ class _Search:
 
 
 class _Namespace:
-    """A module's globals as a key: compared by identity, and not kept out of the way of their own end."""
+    """A module's globals as a key: compared by identity."""
 
-    __slots__ = ("id", "names")
+    __slots__ = ("names",)
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.id, self.names = id(names), names
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.names = names
 
     def __hash__(self) -> int:
-        return hash(self.id)
+        return id(self.names)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Namespace) and other.id == self.id
+        return isinstance(other, _Namespace) and other.names is self.names
+
+
+_Names = tuple[tuple[Mapping[str, Any], str], ...]
+"""Names that hold a random generator, or may come to do so, each with the namespace that it is in."""
+_reached_by_class: weakref.WeakKeyDictionary[type, _Names] = weakref.WeakKeyDictionary()
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "blockhooks"))
+
+
+def _names_of_class(kind: type) -> _Names:
+    """What the methods of a class read, and the class's own generators."""
+    found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+    for base in kind.__mro__:
+        if _of_a_library(base.__module__):
+            continue
+        members = vars(base)
+        for name, value in members.items():
+            if _may_hold_rng(value):
+                found[id(members), name] = (members, name)
+            elif isinstance(value, types.FunctionType):
+                for names, inner in _names_reached(value.__code__, _Namespace(value.__globals__)):
+                    found[id(names), inner] = (names, inner)
+    return tuple(found.values())
+
+
+def _of_a_library(module: str | None) -> bool:
+    return module is None or module.split(".")[0] in _LIBRARIES
+
+
+def _may_hold_rng(value: object) -> bool:
+    return is_rng(value) or (
+        type(value) in (list, tuple, dict)
+        and any(map(is_rng, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType, namespace: _Namespace) -> tuple[str, ...]:
-    """Names of globals that hold a random generator, as read by a function and the helpers of its module it uses."""
-    found: list[str] = []
-    seen: set[types.CodeType] = set()
-    stack = [code]
+def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
+    """What a function reads from its module and others, directly or through the functions that it calls."""
+    found: list[tuple[Mapping[str, Any], str]] = []
+    seen: set[tuple[types.CodeType, int]] = set()
+    stack: list[tuple[types.CodeType, Mapping[str, Any]]] = [(code, namespace.names)]
     while stack:
-        code = stack.pop()
-        if code in seen:
+        code, names = stack.pop()
+        if (code, id(names)) in seen:
             continue
-        seen.add(code)
-        for name in _names(code):
-            value = namespace.names.get(name)
-            if isinstance(value, types.FunctionType) and value.__globals__ is namespace.names:
-                stack.append(value.__code__)
-            elif is_rng(value) or (type(value) in (list, tuple) and any(map(is_rng, value))):
-                found.append(name)
+        seen.add((code, id(names)))
+        read = tuple(_names(code))
+        modules = [value for name in read if isinstance(value := names.get(name), types.ModuleType)]
+        for place in (names, *(vars(m) for m in modules if not _of_a_library(m.__name__))):
+            for name in read:
+                value = place.get(name)
+                if isinstance(value, types.FunctionType):
+                    if not _of_a_library(value.__module__):
+                        stack.append((value.__code__, value.__globals__))
+                elif _may_hold_rng(value) or (value is None and name in place):
+                    found.append((place, name))  # None: a generator that is made when it is needed first
     return tuple(found)
 
 

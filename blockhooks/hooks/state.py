@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from blockhooks.hookspecs import hookimpl
@@ -207,14 +208,17 @@ class _State:
     def _module(self, module: nn.Module, capturing: Capturing) -> None:
         attributes = module.__dict__
         learned = _learned_of(module)
-        compare = learned.due(module.training)
+        lazy = any(is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values()))
+        if lazy:
+            self.stays = "it initialises a lazy module"
+        elif isinstance(module, _NormBase) and module.training:
+            # Its statistics change without a new version, whenever the momentum is not 0.
+            learned.changing.update(("running_mean", "running_var"))
+        compare = not lazy and learned.due(module.training)
         for name in _REGISTRIES:
             self._registry(attributes[name])
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if is_lazy(parameter):
-                    self.stays = "it initialises a lazy module"
-                    continue
+            if parameter is not None and not is_lazy(parameter):
                 self.flags.append((parameter, parameter.requires_grad))
                 self._place(module._parameters, name, parameter, learned, compare)
         for name, buffer in module._buffers.items():
@@ -303,7 +307,7 @@ class _State:
     def _restored(self) -> Iterator[None]:
         # Registries that were empty and still are need no copy.
         grown = [registry for registry in self.empty if registry]
-        now = [(holder, holder.copy()) for holder in (*(h for h, _ in self.contents), *grown)]
+        now = [(holder, dict(holder)) for holder in (*(h for h, _ in self.contents), *grown)]
         flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         side = None if self.side is None else self.side.rebuild(self.side.tensors)
         # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
@@ -427,9 +431,10 @@ class _Watch:
 class _Watched:
     """One forward hook, watched while it is called."""
 
-    __slots__ = ("called", "hook", "observes", "watch")
+    __slots__ = ("__wrapped__", "called", "hook", "observes", "watch")
 
     def __init__(self, hook: Callable[..., Any], watch: _Watch) -> None:
+        self.__wrapped__ = hook  # for a survey of an inner region
         self.hook, self.watch = hook, watch
         self.called, self.observes = False, True
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.agree import Layer, agree, agrees, layers, leaf, no_trace, plain, through
 from blockhooks import Checkpoint, apply_blocks
+from tests.agree import Layer, agree, agrees, layers, leaf, no_trace, plain, through
 
 
 def train(run, blocks, steps=2, width=4, rows=6):
@@ -45,6 +45,16 @@ def test_batch_norm_counts_a_batch_once(momentum):
         return told, run(blocks, leaf(2, 4))
 
     agree(step)
+
+
+@agrees
+def test_batch_norm_whose_momentum_is_turned_up_late(run):
+    """Its statistics change without a new version of the buffers."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.0)) for _ in range(3)]
+    train(run, blocks, steps=2)
+    for block in blocks:
+        block[1].momentum = 0.3
+    return train(run, blocks, steps=1)
 
 
 def test_batch_norm_without_running_statistics():
@@ -316,7 +326,7 @@ def test_old_style_norms_of_weights(run):
         loss = run(blocks, x).square().sum()
         loss.backward()
         results.append(loss.detach())
-    return results, x, [{n: p for n, p in b.named_parameters()} for b in blocks], [dict(b.named_buffers()) for b in blocks]
+    return results, x, [(dict(b.named_parameters()), dict(b.named_buffers())) for b in blocks]
 
 
 @agrees
