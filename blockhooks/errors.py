@@ -19,6 +19,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointError
+
 __all__ = [
     "AttachError",
     "BlockhooksError",
@@ -43,8 +45,10 @@ class HookError(BlockhooksError, TypeError):
     """A plugin is not one, implements no hook of blockhooks, or a hook returned what it must not."""
 
 
-class RecomputeError(BlockhooksError, RuntimeError):
+class RecomputeError(BlockhooksError, CheckpointError):
     """A region cannot be recomputed as it ran in the forward.
+
+    A `RuntimeError`, and what code written for torch's checkpoint catches: a `torch.utils.checkpoint.CheckpointError`.
 
     Common causes: a weight or an input was changed in place between forward and backward (step the optimizer after
     the backward), or a block draws on something that no hook carries across the boundary (see `recompute_context`).

@@ -35,11 +35,12 @@ from torch import Tensor
 from torch._C._autograd import _make_saved_tensor
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 
 from blockhooks.errors import HookError, RecomputeError
 from blockhooks.structure import capture
 
-__all__ = ["Check", "checkpointed", "is_recomputing", "keep_aside"]
+__all__ = ["Check", "checkpointed", "is_recomputing", "keep_aside", "packed_elsewhere"]
 
 Check = Literal["shapes", "values", "none"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -70,7 +71,33 @@ class _Holder:
     version: int
 
 
-class _Frame:
+class _PackHook:
+    """A pack hook of ours, while it is installed.
+
+    torch's selective contexts (2.14) look past the hooks of checkpoints, which they know by the two names below, for
+    those of the user; ours would be taken for the user's.
+    """
+
+    __slots__ = ("_user_hooks",)
+    _checkpoint_internal = True
+    _user_hooks: Any
+
+    def push(self, unpack: Callable[[Any], Any]) -> None:
+        hooks: Any = _top_hooks(False)
+        while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+            hooks = hooks[0]._user_hooks
+        self._user_hooks = hooks
+        _push_hooks(self, unpack)
+
+    def pop(self) -> None:
+        self._user_hooks = None  # no longer than that: autograd's graph holds us
+        _pop_hooks()
+
+    def __call__(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class _Frame(_PackHook):
     """One execution of a region in a forward, and what is needed to execute it again."""
 
     __slots__ = (
@@ -116,7 +143,8 @@ class _Frame:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> _Holder:
+    def __call__(self, tensor: Tensor) -> _Holder:
+        """Pack a tensor."""
         holder = _Holder()
         holder.frame, holder.index = self, len(self.holders)
         holder.value, holder.version = tensor, tensor._version
@@ -218,12 +246,12 @@ class _Frame:
                 context.__enter__()
                 entered.append(context)
             torch._C._set_grad_enabled(True)
-            _push_hooks(replay.pack, _identity)
+            replay.push(_identity)
             try:
                 args, kwargs = arguments
                 self.function(*args, **kwargs)
             finally:
-                _pop_hooks()
+                replay.pop()
         except BaseException as error:
             failed = (type(error), error, error.__traceback__)
             raise
@@ -252,7 +280,7 @@ def _leave(
             raise
 
 
-class _Replay:
+class _Replay(_PackHook):
     """The saved-tensor hooks of one recompute."""
 
     def __init__(self, frame: _Frame, values: dict[int, Tensor]) -> None:
@@ -266,7 +294,8 @@ class _Replay:
         self.returned = False
         self.differs: list[str] = []
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Pack a tensor: it is one of those that are needed, or one that nobody needs any more."""
         index = self.count
         self.count += 1
         if tensor.requires_grad:
@@ -309,11 +338,11 @@ class _Replay:
                 f"recompute ({self.count}): the block took another path. Something that it reads changed in between; "
                 "carry it in a recompute_context, or keep this block."
             )
-        if self.returned and self.count > expected and frame.check != "none":
+        if self.returned and self.count > expected:
             raise RecomputeError(
                 f"{frame.describe()}: trying to save more tensors during recomputation ({self.count}) than during the "
-                f"forward ({expected}): the block took another path. Something that it reads changed in between; carry it in "
-                "a recompute_context, or keep this block."
+                f"forward ({expected}): the block took another path. Something that it reads changed in between; carry "
+                "it in a recompute_context, or keep this block."
             )
 
 
@@ -532,6 +561,23 @@ def keep_aside() -> Iterator[_Aside]:
     yield _Aside(_OPEN.get())
 
 
+def packed_elsewhere() -> Callable[[], bool] | None:
+    """Tell whether another saved-tensor hook lies over that of the region whose forward is running.
+
+    Returns:
+        None if the region's own is on top; else a function that tells, later, whether nothing has come through to it, so
+        that the region keeps what it should drop.
+    """
+    frame = _OPEN.get()
+    if frame is None or frame.open is None:
+        return None
+    top: Any = _top_hooks(True)
+    if top is None or top[0] is frame:
+        return None
+    count = len(frame.holders)
+    return lambda: len(frame.holders) == count
+
+
 def _forward_done(factory: ContextFactory, failed: bool) -> str | None:
     done = getattr(factory, "forward_done", None)
     return None if done is None else done(failed)
@@ -584,7 +630,7 @@ def checkpointed(
     frame = _Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
     token = _OPEN.set(frame)
     try:
-        _push_hooks(frame.pack, _unpack)
+        frame.push(_unpack)
         try:
             if forward_context is None:
                 result = function(*args, **kwargs)
@@ -592,7 +638,7 @@ def checkpointed(
                 with forward_context:
                     result = function(*args, **kwargs)
         finally:
-            _pop_hooks()
+            frame.pop()
     except BaseException:
         for factory in contexts:
             _forward_done(factory, failed=True)
