@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from blockhooks.errors import BlockhooksWarning
 from blockhooks.plan import Segment
-from blockhooks.recompute import is_recomputing
+from blockhooks.recompute import is_recomputing, packed_elsewhere
 from blockhooks.structure import Survey, survey
 
 __all__ = ["Block", "CurrentBlock", "Hidden", "HookRelay", "Region", "Run", "current_block"]
@@ -165,7 +167,16 @@ class Run:
     def run_block(self, block: Block, x: Hidden) -> Hidden:
         """Call one block with x and the side inputs, and pick the next x from what it returns."""
         args, kwargs = self.side()
+        nothing_came = packed_elsewhere()
         output = self.call(block, x, args, kwargs)
+        if nothing_came is not None and nothing_came():
+            warnings.warn(
+                f"{_CURRENT.get()} is to be checkpointed, but a saved-tensor hook that a plugin has put inside of the region "
+                f"takes what autograd saves, so that nothing is dropped (hooks: {self.hooks.describe()}). Expected such a "
+                "hook outside: install it in run_segment, or call the pair that is on top before.",
+                BlockhooksWarning,
+                stacklevel=2,
+            )
         if self.carry is not None:
             output = self.carry(output)
         return output if self.collect is None else self.collect(x, output)
