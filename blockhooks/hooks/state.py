@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from blockhooks.errors import HookError
 from blockhooks.hookspecs import hookimpl
 from blockhooks.plan import Segment
 from blockhooks.recompute import keep_aside
@@ -263,11 +264,18 @@ class _State:
         self.places.append(_Place(holder, name, tensor, learned, compare))
 
     def _side_inputs(self) -> None:
-        side = capture(self.run.side(), take_tensors=True)
+        side = capture(self.run.side(), take_tensors=True, refuse=self._refuse_iterator)
         if side.tensors or not side.constant:
             self.side = side
             self.side_versions = [0 if t.is_inference() else t._version for t in side.tensors]
             self.run.side_carried = True
+
+    def _refuse_iterator(self, value: object) -> None:
+        raise HookError(
+            f"{self.run.describe(0, len(self.run.blocks))}: a side input is a {type(value).__name__}, an iterator, which "
+            "the forward would use up so that the recompute finds it empty. Expected values that can be read again; pass "
+            "a list or a tuple."
+        )
 
     # ---- after the forward -------------------------------------------------------------------------------------
 
