@@ -1,0 +1,415 @@
+"""Drop saved tensors of cheap operations, and rebuild them from others that are kept anyway.
+
+`Rebuilder.forward` is a pair of saved-tensor hooks. Each tensor that autograd saves tells by its ``grad_fn`` which
+operation made it. If a recipe knows that operation (`blockhooks.recipes`), and what it needs has been saved itself or
+can be rebuilt in turn, a `_Rebuilt` stands in the graph in its place; everything else is kept, or handed to the
+saved-tensor hooks around, so that offloading and enclosing regions compose.
+
+Bit for bit, because:
+
+* A recipe is trusted for a dtype, shape and layout only after its result was compared with the forward's. A tensor that
+  was ever changed in place is compared each time.
+* Autograd checks no versions where a saved-tensor hook is, so they are checked here.
+* Inside a region, whether a tensor is kept depends on nothing but the graph that was made inside, so that a recompute
+  decides as the forward did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from blockhooks.errors import RecomputeError
+from blockhooks.recipes import RECIPES, Recipe
+
+__all__ = ["Rebuilder"]
+
+DEPTH = 6  # recipes one upon the other, so that what a backward computes stays in proportion
+
+_Pair: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Result: TypeAlias = tuple[Node, int]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Rebuilder:
+    """Decides which saved tensors are dropped.
+
+    Args:
+        min_bytes: Tensors smaller than this are kept: dropping them would gain nothing.
+    """
+
+    def __init__(self, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
+        self.trusted: dict[Any, bool] = {}
+
+    @contextlib.contextmanager
+    def forward(self, where: str) -> Iterator[None]:
+        """Drop what can be rebuilt of what autograd saves within a ``with`` statement.
+
+        Args:
+            where: Names what runs, in errors.
+        """
+        forward = _Forward(self, where)
+        with saved_tensors_hooks(forward.pack, _unpack):
+            try:
+                yield
+            finally:
+                forward.end()
+
+
+class _Value:
+    """A tensor of the forward, as it stands in autograd's graph.
+
+    While a backward needs it several times it is held, since it was expensive to get.
+
+    Attributes:
+        depth: How many recipes stand upon each other.
+        saved: How many times autograd has saved it.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_task", "_used", "depth", "saved")
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+        self.saved = self._used = 0
+        self._held: Tensor | None = None
+        self._task = -1
+
+    @property
+    def key(self) -> Any:
+        """What the bits of a result made of it depend on besides values: dtype, layout, and how it is made itself."""
+        raise NotImplementedError
+
+    def peek(self) -> Tensor | None:
+        """Return the tensor during the forward, if it is at hand and unchanged."""
+        raise NotImplementedError
+
+    def get(self) -> Tensor:
+        """Return the tensor in the backward."""
+        raise NotImplementedError
+
+    def take(self) -> Tensor:
+        """Return the tensor for a use that autograd has saved it for."""
+        return self._fetch(1)
+
+    def hold(self) -> Tensor:
+        """Return the tensor for another use."""
+        return self._fetch(0)
+
+    def _fetch(self, uses: int) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # a read of grad_fn._saved_*, outside of a backward
+            return self.get()
+        if task != self._task:
+            self._task, self._used, self._held = task, 0, None
+        self._used += uses
+        tensor = self.get() if self._held is None else self._held
+        if self._used >= self.saved:
+            self._held = None
+        elif self._held is None:
+            self._held = tensor
+            _at_end_of_backward(weakref.ref(self))
+        return tensor
+
+    def let_go(self) -> None:
+        """End a backward: nothing is held."""
+        self._held, self._task = None, -1
+
+
+def _at_end_of_backward(value: weakref.ref[_Value]) -> None:
+    def let_go() -> None:
+        alive = value()
+        if alive is not None:
+            alive.let_go()
+
+    torch.autograd.Variable._execution_engine.queue_callback(let_go)
+
+
+class _Kept(_Value):
+    """A tensor that is kept."""
+
+    __slots__ = ("_maker", "_where", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, where: str) -> None:
+        super().__init__()
+        self._where, self.version = where, tensor._version
+        node = tensor.grad_fn
+        self._maker = None if node is None else type(node)
+        # An output of the node that saves it would keep that node alive, and so itself.
+        self.tensor = tensor if node is None else tensor.detach()
+
+    @property
+    def key(self) -> Any:
+        return _layout(self.tensor)
+
+    def peek(self) -> Tensor | None:
+        return self.tensor if self.tensor._version == self.version else None
+
+    def get(self) -> Tensor:
+        found = self.tensor._version
+        if found != self.version:
+            maker = "" if self._maker is None else f", a result of {self._maker.__name__},"
+            raise RecomputeError(
+                f"{self._where}: one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(self.tensor.shape)}{maker} is at version {found}, "
+                f"expected version {self.version}. Change a copy of it, or run the backward first."
+            )
+        return self.tensor
+
+    take = hold = get
+
+
+class _Handed(_Value):
+    """A tensor that was handed to the saved-tensor hooks around; at hand itself until the forward ends."""
+
+    __slots__ = ("_packed", "_unpack", "key", "tensor", "version")
+    key: Any
+
+    def __init__(self, tensor: Tensor, pair: _Pair) -> None:
+        super().__init__()
+        pack, self._unpack = pair
+        self._packed = pack(tensor)
+        self.tensor: Tensor | None = tensor.detach()
+        self.key, self.version = _layout(tensor), tensor._version
+
+    def peek(self) -> Tensor | None:
+        tensor = self.tensor
+        return tensor if tensor is not None and tensor._version == self.version else None
+
+    def get(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class _Rebuilt(_Value):
+    """A tensor that was dropped, and its recipe."""
+
+    __slots__ = ("_constants", "_recipe", "_sources", "key")
+    key: Any
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        sources: tuple[_Value | None, ...],
+        constants: dict[str, Any],
+        key: Any,
+    ) -> None:
+        super().__init__(1 + max(source.depth for source in sources if source is not None))
+        self.key = key
+        self._recipe, self._sources, self._constants = recipe, sources, constants
+
+    def peek(self) -> Tensor | None:
+        tensors = _peek(self._sources)
+        return None if tensors is None else _call(self._recipe.function, tensors, self._constants)
+
+    def get(self) -> Tensor:
+        tensors = [None if source is None else source.hold() for source in self._sources]
+        result: Tensor = _call(self._recipe.function, tensors, self._constants)
+        return result
+
+
+class _Constant(_Value):
+    """A number."""
+
+    __slots__ = ("tensor",)
+    key = "number"
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+    peek = hold = get
+
+
+def _unpack(value: _Value) -> Tensor:
+    return value.take()
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _peek(sources: Sequence[_Value | None]) -> list[Tensor | None] | None:
+    tensors = []
+    for source in sources:
+        tensor = None if source is None else source.peek()
+        if tensor is None and source is not None:
+            return None
+        tensors.append(tensor)
+    return tensors
+
+
+def _call(
+    function: Callable[..., Any], tensors: list[Tensor | None], constants: dict[str, Any]
+) -> Any:
+    """Compute as it was computed below autograd and autocast."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if torch._C._is_any_autocast_enabled():
+            for device in {tensor.device.type for tensor in tensors if tensor is not None}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return function(*tensors, **constants)
+
+
+def _same(tensor: Tensor | None, other: Tensor) -> bool:
+    """Whether two tensors have the same layout and bits."""
+    if tensor is None or _layout(tensor) != _layout(other):
+        return False
+    with torch.no_grad():
+        a, b = tensor.detach(), other.detach()
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        bits = _BITS[a.element_size()]
+        return torch.equal(a.view(bits), b.view(bits))
+
+
+def _constant(node: Node, name: str, output_nr: int) -> Any:
+    if name == "output_nr":
+        return output_nr
+    if name in ("shape", "dtype"):
+        return getattr(node._input_metadata[output_nr], name)
+    value = getattr(node, f"_saved_{name}")
+    return [_signed(item) for item in value] if isinstance(value, (tuple, list)) else _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    # Nodes tell a negative dimension as an unsigned number (torch 2.14).
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
+
+
+def _frozen(constants: dict[str, Any]) -> Any:
+    return tuple(tuple(v) if isinstance(v, list) else v for v in constants.values())
+
+
+class _Forward:
+    """The saved-tensor hooks of one forward.
+
+    Nodes can't be referred to weakly, so they are held, by `values`, until the forward ends; never beyond it, since
+    they would hold themselves.
+    """
+
+    def __init__(self, rebuilder: Rebuilder, where: str) -> None:
+        self.min_bytes, self.trusted = rebuilder.min_bytes, rebuilder.trusted
+        self.where = where
+        self.outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.begin = 0 if self.outer is None else torch._C._autograd._get_sequence_nr()
+        self.values: dict[_Result, weakref.ref[_Value]] = {}
+        self.handed: list[weakref.ref[_Handed]] = []
+        self.storages: dict[int, weakref.ref[_Value]] = {}
+
+    def end(self) -> None:
+        for reference in self.handed:
+            value = reference()
+            if value is not None:
+                value.tensor = None
+        self.values.clear()
+        self.storages.clear()
+
+    def pack(self, tensor: Tensor) -> _Value:
+        value = self.rebuilt(tensor) or self.kept(tensor)
+        value.saved += 1
+        return value
+
+    def kept(self, tensor: Tensor) -> _Value:
+        result = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+        value: _Value
+        if self.outer is None:
+            value = _Kept(tensor, self.where)
+            if result is not None and tensor.layout is torch.strided:
+                self.storages[tensor.untyped_storage()._cdata] = weakref.ref(value)
+        else:
+            value = _Handed(tensor, self.outer)
+            self.handed.append(weakref.ref(value))
+        if result is not None:
+            self.values[result] = weakref.ref(value)
+        return value
+
+    def rebuilt(self, tensor: Tensor) -> _Value | None:
+        """Return what rebuilds a tensor, if that is possible, worth it, and right."""
+        node = tensor.grad_fn
+        if (
+            node is None
+            or type(node).__name__ not in RECIPES
+            or type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device.type == "meta"
+            or tensor.nbytes < self.min_bytes
+        ):
+            return None
+        if self.outer is None:
+            there = self.storages.get(tensor.untyped_storage()._cdata)
+            if there is not None and there() is not None:
+                return None  # a view of what is kept
+        value = self.result(node, tensor.output_nr, 0)
+        if not isinstance(value, _Rebuilt) or not self.trust(value, tensor):
+            return None
+        return value
+
+    def trust(self, value: _Rebuilt, tensor: Tensor) -> bool:
+        """Whether a value is the tensor, bit for bit."""
+        if tensor._version:
+            # Perhaps changed since its node was made; inside a region that could not be decided alike again.
+            return self.outer is None and _same(value.peek(), tensor)
+        key = (value.key, _layout(tensor))
+        if key not in self.trusted:
+            self.trusted[key] = _same(value.peek(), tensor)
+        return self.trusted[key]
+
+    def result(self, node: Node, output_nr: int, depth: int) -> _Value | None:
+        """Return the value that a node's operation gave, if it is kept or can be rebuilt."""
+        known = self.values.get((node, output_nr))
+        value = known() if known is not None else None
+        if value is None:
+            value = self.make(node, output_nr, depth)
+            if value is not None:
+                self.values[node, output_nr] = weakref.ref(value)
+        elif isinstance(value, (_Kept, _Handed)) and value.peek() is None:
+            return None
+        return value
+
+    def make(self, node: Node, output_nr: int, depth: int) -> _Rebuilt | None:
+        recipe = RECIPES.get(type(node).__name__)
+        if recipe is None or depth == DEPTH or node._sequence_nr() < self.begin:
+            return None
+        if output_nr and "output_nr" not in recipe.constants:
+            return None
+        edges = node.next_functions
+        sources: list[_Value | None] = []
+        for place, name in enumerate(recipe.tensors):
+            optional = name.endswith("?")
+            edge = edges[place] if place < len(edges) else (None, 0)
+            source = self.source(node, name.rstrip("?"), edge, depth)
+            if source is None and not (optional and edge[0] is None):
+                return None
+            sources.append(source)
+        if all(source is None for source in sources) or any(s.depth >= DEPTH for s in sources if s):
+            return None
+        constants = {name: _constant(node, name, output_nr) for name in recipe.constants}
+        key = (
+            recipe.function,
+            tuple(source and source.key for source in sources),
+            _frozen(constants),
+        )
+        return _Rebuilt(recipe, tuple(sources), constants, key)
+
+    def source(
+        self, node: Node, name: str, edge: tuple[Node | None, int], depth: int
+    ) -> _Value | None:
+        """Return a tensor that an operation was given, or a result that its node saved."""
+        saved = getattr(node, f"_raw_saved_{name}", None)
+        data = None if saved is None else saved.data
+        if isinstance(data, _Value):
+            return data if data.depth or data.peek() is not None else None
+        if isinstance(data, Tensor) and data.dim() == 0 and not data.requires_grad:
+            return _Constant(data)
+        origin, output_nr = edge
+        return None if origin is None else self.result(origin, output_nr, depth + 1)
