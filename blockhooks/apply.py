@@ -161,10 +161,14 @@ def _call_hooked(
     def with_x(block: Block, x: Hidden, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if place == 0:
             return function(x, *args, **kwargs)
-        return function(*args, **kwargs) if place is None else function(*args, **{place: x}, **kwargs)
+        return (
+            function(*args, **kwargs) if place is None else function(*args, **{place: x}, **kwargs)
+        )
 
     outcome = _Outcome()
-    run = Run(tuple(blocks), side_args, side_kwargs, hooks, carry=outcome.carry, call=with_x, names=names)
+    run = Run(
+        tuple(blocks), side_args, side_kwargs, hooks, carry=outcome.carry, call=with_x, names=names
+    )
     run.segments = (segment,)
     try:
         return outcome.joined(run.execute_planned(x))

@@ -76,7 +76,9 @@ def _scan(plugin: object, name: str) -> tuple[_Found, ...]:
                     f"{name} uses hookwrapper=True; write @hookimpl(wrapper=True), whose yield receives the value itself."
                 )
             found.append(
-                _Found(caller.name, attribute, impl.argnames, impl.wrapper, impl.tryfirst, impl.trylast)
+                _Found(
+                    caller.name, attribute, impl.argnames, impl.wrapper, impl.tryfirst, impl.trylast
+                )
             )
     return tuple(found)
 
@@ -115,7 +117,9 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 def _implementations(plugin: object, name: str) -> tuple[_Found, ...]:
     if isinstance(plugin, type):
-        raise HookError(f"{name} is the class {plugin.__name__}, not an instance; write {plugin.__name__}().")
+        raise HookError(
+            f"{name} is the class {plugin.__name__}, not an instance; write {plugin.__name__}()."
+        )
     own = getattr(plugin, "__dict__", {})
     by_class = not isinstance(plugin, types.ModuleType) and not any(
         hasattr(value, f"{hookspecs.PROJECT}_impl") for value in own.values() if callable(value)
@@ -133,12 +137,12 @@ def _implementations(plugin: object, name: str) -> tuple[_Found, ...]:
     return found
 
 
-_ARGUMENTS = {
-    hook: tuple(inspect.signature(getattr(hookspecs, hook)).parameters) for hook in HOOKS
-}
+_ARGUMENTS = {hook: tuple(inspect.signature(getattr(hookspecs, hook)).parameters) for hook in HOOKS}
 
 
-def _bind(function: Callable[..., Any], hook: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def _bind(
+    function: Callable[..., Any], hook: str, arguments: tuple[str, ...]
+) -> Callable[..., Any]:
     """Make a function of all of a hook's arguments out of one that wants some of them."""
     every = _ARGUMENTS[hook]
     if arguments == every:
@@ -246,7 +250,9 @@ class _Relay:
         self.run_segment = _compiled("run_segment", impls, _default_segment)
         self.run_blocks = _compiled("run_blocks", impls, _default_blocks)
         planners = impls.get("plan_segments", [])
-        self.plan = _compiled("plan_segments", {"plan_segments": [_named(p) for p in planners]}, _unplanned)
+        self.plan = _compiled(
+            "plan_segments", {"plan_segments": [_named(p) for p in planners]}, _unplanned
+        )
         self.contexts = impls.get("recompute_context", [])
 
     def plan_segments(self, run: Run) -> tuple[Segment, ...]:
@@ -291,7 +297,9 @@ def _named(impl: _Impl) -> _Impl:
     return impl._replace(call=call)
 
 
-def _compiled(hook: str, impls: dict[str, list[_Impl]], default: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(
+    hook: str, impls: dict[str, list[_Impl]], default: Callable[..., Any]
+) -> Callable[..., Any]:
     """Bind the implementations of a first-result hook, outermost wrapper first, into one function."""
     mine = impls.get(hook, [])
     call = _first_result([impl for impl in mine if not impl.wrapper], default)
@@ -390,7 +398,8 @@ class HookChain:
             for place, impl in enumerate(others):
                 shadowed = first and hook == "plan_segments" and place > 0
                 lines.append(
-                    f"  {impl.plugin}" + (f": shadowed unless {others[0].plugin} has no plan" if shadowed else "")
+                    f"  {impl.plugin}"
+                    + (f": shadowed unless {others[0].plugin} has no plan" if shadowed else "")
                 )
         return "\n".join(lines)
 

@@ -318,7 +318,9 @@ class _Replay(_PackHook):
             else _fingerprint(tensor)
         )
         if before != after:
-            self.differs.append(f"  saved tensor {index}: {_tell(before)}, recomputed {_tell(after)}")
+            self.differs.append(
+                f"  saved tensor {index}: {_tell(before)}, recomputed {_tell(after)}"
+            )
 
     def verify(self) -> None:
         frame, expected = self.frame, self.expected
@@ -413,6 +415,7 @@ def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
 
 
 # ---- the state around a region ---------------------------------------------------------------------------------------
+
 
 def _autocast_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
@@ -620,7 +623,9 @@ def checkpointed(
     if not can_recompute():
         return function(*args, **kwargs)
     inputs: Sequence[Tensor]
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # most regions: spare the walk
+    if (
+        not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+    ):  # most regions: spare the walk
         inputs, rebuild = args, _just_one
     else:
         captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))

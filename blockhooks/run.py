@@ -47,9 +47,7 @@ class HookRelay(Protocol):
     ) -> list[Callable[[], AbstractContextManager[Any]]]:
         """The factories of all plugins, in the order of the chain."""
 
-    def run_block(
-        self, run: Run, index: int, block: Block, x: Hidden, recomputing: bool
-    ) -> Hidden:
+    def run_block(self, run: Run, index: int, block: Block, x: Hidden, recomputing: bool) -> Hidden:
         """Execute a block."""
 
     def describe(self) -> str:
@@ -305,7 +303,9 @@ class Region:
         if any(note.startswith(_NOTES) for note in getattr(error, "__notes__", ())):
             return
         doing, when = (
-            ("recomputing", "for the backward pass") if recomputing else ("running", "in the forward pass")
+            ("recomputing", "for the backward pass")
+            if recomputing
+            else ("running", "in the forward pass")
         )
         where = self.run.describe(index, index + 1)
         error.add_note(f"while {doing} {where} {when} (hooks: {self.run.hooks.describe()})")

@@ -199,7 +199,9 @@ class _ListNode:
 
     __slots__ = ("attributes", "extra", "items", "kind")
 
-    def __init__(self, kind: type, items: list[Any], extra: Any, attributes: dict[str, Any]) -> None:
+    def __init__(
+        self, kind: type, items: list[Any], extra: Any, attributes: dict[str, Any]
+    ) -> None:
         self.kind, self.items, self.extra, self.attributes = kind, items, extra, attributes
 
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
@@ -257,9 +259,7 @@ class _DictNode:
             type(value) is self.kind
             and isinstance(value, dict)
             and len(value) == len(self.items)
-            and all(
-                k is other or k == other for k, other in zip(self.items, value, strict=True)
-            )
+            and all(k is other or k == other for k, other in zip(self.items, value, strict=True))
             and _all_same(self.items.values(), dict.values(value), tensors)
             and (not self.attributes or _same_attributes(self.attributes, value, tensors))
         )
@@ -282,7 +282,9 @@ class _ObjectNode:
         if original is not None and self.same(original, tensors):
             memo[id(self)] = original
             return original
-        make = types.SimpleNamespace.__new__ if self.kind is types.SimpleNamespace else object.__new__
+        make = (
+            types.SimpleNamespace.__new__ if self.kind is types.SimpleNamespace else object.__new__
+        )
         copy = make(self.kind)
         memo[id(self)] = copy
         _set_attributes(copy, self.attributes, memo, tensors)
@@ -390,9 +392,13 @@ class Captured:
 
 
 class _Walk:
-    def __init__(self, tensors: list[Tensor] | None, refuse: Callable[[object], None] | None) -> None:
+    def __init__(
+        self, tensors: list[Tensor] | None, refuse: Callable[[object], None] | None
+    ) -> None:
         self.tensors, self.refuse = tensors, refuse
-        self.memo: dict[int, tuple[Any, Any]] = {}  # id -> node, and the value, so that its id stays taken
+        self.memo: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id -> node, and the value, so that its id stays taken
 
     def visit(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -518,12 +524,20 @@ class Contents:
         for owner, items, attributes in self._held:
             if isinstance(owner, dict):
                 if not _same_items(owner, items):
-                    dict.clear(owner) if type(owner) is not OrderedDict else OrderedDict.clear(owner)
-                    put = OrderedDict.__setitem__ if isinstance(owner, OrderedDict) else dict.__setitem__
+                    dict.clear(owner) if type(owner) is not OrderedDict else OrderedDict.clear(
+                        owner
+                    )
+                    put = (
+                        OrderedDict.__setitem__
+                        if isinstance(owner, OrderedDict)
+                        else dict.__setitem__
+                    )
                     for key, item in items.items():
                         put(owner, key, item)
             elif isinstance(owner, (list, deque)):
-                if len(owner) != len(items) or any(a is not b for a, b in zip(owner, items, strict=True)):
+                if len(owner) != len(items) or any(
+                    a is not b for a, b in zip(owner, items, strict=True)
+                ):
                     owner.clear()
                     owner.extend(items)
             elif isinstance(owner, set):
@@ -826,7 +840,9 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                     if not _of_a_library(value.__module__):
                         stack.append((value.__code__, value.__globals__))
                 elif _may_hold_rng(value) or (value is None and name in place):
-                    found.append((place, name))  # None: a generator that is made when it is needed first
+                    found.append(
+                        (place, name)
+                    )  # None: a generator that is made when it is needed first
     return tuple(found)
 
 

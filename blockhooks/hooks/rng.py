@@ -98,7 +98,9 @@ _Source = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], bo
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():  # no part of the step
         # A comparison of bytes: a tenth of the time of an operation, and no operation that a mode would see.
-        return ctypes.string_at(one.data_ptr(), one.nbytes) == ctypes.string_at(other.data_ptr(), other.nbytes)
+        return ctypes.string_at(one.data_ptr(), one.nbytes) == ctypes.string_at(
+            other.data_ptr(), other.nbytes
+        )
 
 
 def _same_numpy(one: Any, other: Any) -> bool:
@@ -113,7 +115,9 @@ def _same_numpy(one: Any, other: Any) -> bool:
 def _same_bits(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same_bits(one[k], other[k]) for k in one)
-    return bool((one == other).all()) if hasattr(one, "shape") else bool(one is other or one == other)
+    return (
+        bool((one == other).all()) if hasattr(one, "shape") else bool(one is other or one == other)
+    )
 
 
 def _memory(address: int, size: int) -> Callable[[], bytes]:
@@ -193,7 +197,11 @@ def _numpy_source() -> _Source:
     own = getattr(numpy_random.get_state, "__self__", None)
     known = getattr(own, "_bit_generator", None)
     if type(known).__name__ == "MT19937" and _shows_draws(
-        numpy_random.RandomState(0), _numpy_memory, "random_sample", "standard_normal", "standard_normal"
+        numpy_random.RandomState(0),
+        _numpy_memory,
+        "random_sample",
+        "standard_normal",
+        "standard_normal",
     ):
         read = _Watched(_numpy_memory(own), read)
     return read, numpy_random.set_state, _same_numpy

@@ -319,7 +319,9 @@ class _State:
         flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         side = None if self.side is None else self.side.rebuild(self.side.tensors)
         # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
-        own = contents_of([[holder[name] for holder, name in self.attributes if name in holder], side])
+        own = contents_of(
+            [[holder[name] for holder, name in self.attributes if name in holder], side]
+        )
         try:
             self._set()
             with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
