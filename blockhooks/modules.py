@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from blockhooks.apply import apply_blocks, call_block
+from blockhooks.apply import apply_blocks
+from blockhooks.calls import call_block
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.hooks.checkpoint import Checkpoint
-from blockhooks.run import Hidden
+from blockhooks.lowering import lower
+from blockhooks.run import Hidden, Run
 
 __all__ = ["Checkpointed", "HookedBlock", "HookedBlocks"]
 
@@ -40,7 +44,9 @@ class HookedBlocks(nn.ModuleList):
         Returns:
             The last x.
         """
-        return apply_blocks(self, x, *args, hooks=() if self.chain is None else self.chain, **kwargs)
+        return apply_blocks(
+            self, x, *args, hooks=() if self.chain is None else self.chain, **kwargs
+        )
 
 
 def _chain(hooks: Hooks) -> HookChain | None:
@@ -81,9 +87,19 @@ class HookedBlock(nn.Module):
         """Call the block's forward through the hook chain, with its own arguments."""
         if self._hook_chain is None:
             return self._hooked.forward(*args, **kwargs)
-        return call_block(
-            self._hook_chain.hooks, (self._hooked,), 0, args, kwargs, call=self._hooked.forward
+        if torch.compiler.is_compiling():
+            return _compiled(self, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._hook_chain is not None
+        hooks, blocks = self._hook_chain.hooks, (self._hooked,)
+        run = Run(blocks, args, kwargs, hooks)
+        (segment,) = hooks.plan_segments(run)
+        output, _ = call_block(
+            self._hooked.forward, args, kwargs, hooks=hooks, blocks=blocks, segment=segment
         )
+        return output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -97,6 +113,20 @@ class HookedBlock(nn.Module):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Copy and pickle as the block and the chain, which are joined anew."""
         return _rejoined, (type(self), self._hooked, self._hook_chain)
+
+
+def _compiled(block: HookedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lower the block's call (R10), or leave it between two graphs."""
+    assert block._hook_chain is not None
+    plan = lower(block._hook_chain.plugins, (block._hooked,))
+    if plan is None:
+        return _uncompiled(block, args, kwargs)
+    if any(recompute for _, _, recompute, _ in plan) and torch.is_grad_enabled():
+        return torch_checkpoint(block._hooked.forward, *args, use_reentrant=False, **kwargs)
+    return block._hooked.forward(*args, **kwargs)
+
+
+_uncompiled = torch._disable_dynamo(HookedBlock._run)  # type: ignore[attr-defined]
 
 
 def _rejoined(kind: type[HookedBlock], block: nn.Module, chain: HookChain | None) -> HookedBlock:
