@@ -1,0 +1,282 @@
+"""Measure what one block costs, beside a step that goes on.
+
+The block is executed again as in a recompute, so the world is left as it was, and its backward is run on stand-ins:
+x is detached, and so is each parameter, whose gradient is dropped as soon as it exists. No gradient of the user's is
+touched, and no hook on a parameter is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from blockhooks import memory
+from blockhooks.costs import BlockCosts, ModeCosts
+from blockhooks.plan import Mode
+from blockhooks.structure import capture, tensors_in
+
+__all__ = ["Execute", "measure_block"]
+
+Execute = Callable[[Any, contextlib.AbstractContextManager[Any]], Any]
+"""``execute(x, inside) -> x``: one more execution of a block; `inside` is entered innermost, around the block."""
+
+ModeContext = Callable[[], contextlib.AbstractContextManager[Any]]
+_PLAIN: Final[ModeContext] = contextlib.nullcontext
+
+
+def measure_block(
+    execute: Execute,
+    x: Any,
+    *,
+    modules: Iterable[nn.Module],
+    side: Any = (),
+    name: str = "",
+    modes: Mapping[Mode, ModeContext] | None = None,
+) -> BlockCosts:
+    """Measure time and bytes of a block's forward and backward.
+
+    Args:
+        execute: Executes the block.
+        x: The hidden state before it. Not changed.
+        modules: The modules whose parameters the block uses.
+        side: The side inputs, which may need gradients.
+        name: The block's name.
+        modes: Further modes to measure: what is entered around the block in each.
+
+    Returns:
+        Its costs. Bytes are those of the meter (`blockhooks.memory`), above what is held before the block.
+    """
+    bench = _Bench(execute, x, tuple(modules), side)
+    kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
+    costs = []
+    for mode, around in (modes or {}).items():
+        lighter, slower = bench.weigh(around), bench.time(around)
+        extra = slower.forward + slower.backward - timed.forward - timed.backward
+        costs.append(
+            ModeCosts(
+                mode=mode,
+                kept=lighter.kept,
+                forward_peak=lighter.forward_peak,
+                backward_peak=lighter.backward_peak,
+                extra=max(extra, 0.0),
+            )
+        )
+    return BlockCosts(
+        name=name,
+        forward=timed.forward,
+        backward=timed.backward,
+        recompute=min(timed.recompute, timed.forward),
+        output=kept.output,
+        kept=kept.kept,
+        forward_peak=kept.forward_peak,
+        backward_peak=kept.backward_peak,
+        recompute_peak=kept.recompute_peak,
+        gradient=kept.gradient,
+        modes=tuple(costs),
+    )
+
+
+@dataclass(slots=True)
+class _Bytes:
+    output: int = 0
+    kept: int = 0
+    gradient: int = 0
+    forward_peak: int = 0
+    recompute_peak: int = 0
+    backward_peak: int = 0
+
+
+@dataclass(slots=True)
+class _Seconds:
+    forward: float
+    recompute: float
+    backward: float
+
+
+class _Bench:
+    """Executes one block and its backward on stand-ins."""
+
+    def __init__(self, execute: Execute, x: Any, modules: tuple[nn.Module, ...], side: Any) -> None:
+        self.execute, self.modules = execute, modules
+        self.x = capture(x, take_tensors=True)
+        self.held = _storages(self.x.tensors)
+        self.real = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.side = [t for t in tensors_in(side) if t.requires_grad]
+        device = next((t.device for t in self.x.tensors), torch.device("cpu"))
+        self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self.device = device
+
+    def weigh(self, around: ModeContext) -> _Bytes:
+        """Measure bytes."""
+        found = _Bytes()
+        with memory.peak(self.device) as meter:
+
+            def saved(tensor: Tensor) -> Tensor:
+                found.recompute_peak = meter.peak
+                return tensor
+
+            y, inputs = self.forward(around, saved)
+            found.forward_peak = meter.peak
+            results = tensors_in(y)
+            made = {k: n for k, n in _storages(results).items() if k not in self.held}
+            found.output = sum(made.values())
+            found.kept = max(meter.now - found.output, 0)
+            found.gradient = sum(t.nbytes for t in results if t.requires_grad)
+            root = _root(results)
+            del y, results
+            held = meter.now
+            with memory.peak(self.device) as backward:
+                self.backward(root, inputs)
+            found.backward_peak = held + backward.peak
+        return found
+
+    def time(self, around: ModeContext) -> _Seconds:
+        """Measure seconds."""
+        clock = self.clock
+        begin, stop = clock.now(), clock.now()
+
+        def saved(tensor: Tensor) -> Tensor:
+            nonlocal stop
+            stop = clock.now()
+            return tensor
+
+        y, inputs = self.forward(around, saved)
+        end = clock.now()
+        root = _root(tensors_in(y))
+        del y
+        begin_backward = clock.now()
+        self.backward(root, inputs)
+        end_backward = clock.now()
+        return _Seconds(
+            clock.between(begin, end),
+            clock.between(begin, stop),
+            clock.between(begin_backward, end_backward),
+        )
+
+    def forward(
+        self, around: ModeContext, saved: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, list[Tensor]]:
+        leaves = [
+            t.detach().requires_grad_() if t.requires_grad else t.detach() for t in self.x.tensors
+        ]
+        # Our own hooks lie over those of a region that is running around us, which must not see this execution.
+        with torch.enable_grad(), saved_tensors_hooks(saved, _identity):
+            parameters = _StandIns(self.modules)
+            with around():
+                y = self.execute(self.x.rebuild(leaves), parameters)
+        inputs = [*leaves, *parameters.leaves, *self.side, *self.real]
+        return y, [t for t in inputs if t.requires_grad]
+
+    def backward(self, root: Tensor | None, inputs: Sequence[Tensor]) -> None:
+        if root is not None and inputs:
+            torch.autograd.grad(root, inputs, allow_unused=True)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return bytes by storage."""
+    storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+# ------------------------------------------------------------------------------------------------ ends of the graph
+
+
+class _Source(torch.autograd.Function):
+    """Gives a block's results new gradients, which nobody holds but autograd, as in a step."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> Tensor:
+        ctx.likes = [(t.shape, t.dtype, t.device) for t in results]
+        return torch.zeros((), device=results[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(
+            torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes
+        )
+
+
+def _root(results: Iterable[Tensor]) -> Tensor | None:
+    needed = [t for t in results if t.requires_grad]
+    return _Source.apply(*needed) if needed else None  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Sink(torch.autograd.Function):
+    """Stands in for a parameter; its gradient is computed and dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        return None
+
+
+class _StandIns(contextlib.AbstractContextManager[None]):
+    """Puts stand-ins in the place of modules' parameters, inside of all that restores the modules' state.
+
+    Attributes:
+        leaves: The detached parameters, once it is entered.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = modules
+        self.leaves: list[Tensor] = []
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+
+    def __enter__(self) -> None:
+        sinks: dict[int, Tensor] = {}
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in sinks:
+                    self.leaves.append(parameter.detach().requires_grad_())
+                    sinks[id(parameter)] = _Sink.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
+                self._replaced.append((module._parameters, name, parameter))
+                module._parameters[name] = sinks[id(parameter)]  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for parameters, name, parameter in self._replaced:
+            parameters[name] = parameter
+        self._replaced = []
+
+
+# ----------------------------------------------------------------------------------------------------------- clocks
+
+
+class _HostClock:
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
+
+class _DeviceClock(_HostClock):
+    """Events on an accelerator, which are read at the end: measuring does not wait for each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Any:
+        event = torch.Event(self.device.type, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
