@@ -104,6 +104,7 @@ class _Frame(_PackHook):
         "__weakref__",
         "_lock",
         "ambient",
+        "attributes",
         "check",
         "context",
         "contexts",
@@ -112,6 +113,7 @@ class _Frame(_PackHook):
         "function",
         "holders",
         "open",
+        "overrides",
         "prints",
         "rebuild",
         "recomputed",
@@ -137,7 +139,10 @@ class _Frame(_PackHook):
         self.recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
         self.saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
+        # Of the user's: an unpacked or detached tensor has none of them.
+        self.attributes = {i: dict(t.__dict__) for i, t in enumerate(tensors) if t.__dict__}
         self.ambient = _ambient()
+        self.overrides = torch._C._is_torch_function_enabled()
         self.context = contextvars.copy_context()
         self._lock = threading.RLock()
 
@@ -198,6 +203,15 @@ class _Frame(_PackHook):
 
     def recompute(self, task: Any) -> dict[int, Tensor]:
         """Execute the function again and return the tensors that are needed, by index."""
+        if torch._C._is_torch_function_enabled() != self.overrides:
+            # The backward of a tensor subclass runs without its overrides.
+            switch = (
+                torch._C._EnableTorchFunction
+                if self.overrides
+                else torch._C.DisableTorchFunctionSubclass
+            )
+            with switch():
+                return self.recompute(task)
         arguments = self.rebuild(self._arguments())
         values: dict[int, Tensor] = {}
         replay = _Replay(self, values)
@@ -230,7 +244,11 @@ class _Frame(_PackHook):
                 f"or run the backward first. ({error})"
             ) from error
         # A graph of its own: what the function does to its inputs' graph (hooks, a backward) stays in the recompute.
-        return [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+        alone = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+        for index, attributes in self.attributes.items():
+            if alone[index] is not tensors[index] or not alone[index].__dict__:
+                alone[index].__dict__.update(attributes)
+        return alone
 
     def _execute(self, arguments: Arguments, replay: _Replay) -> None:
         _RECOMPUTING.set(True)
