@@ -26,7 +26,7 @@ from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
 from blockhooks.plan import Segment, check_plan
 from blockhooks.recompute import EarlyStop
-from blockhooks.run import Block, Hidden, HookRelay, Region, Run
+from blockhooks.run import Hidden, HookRelay, Region, Run
 
 __all__ = ["DEFAULT_HOOKS", "HookChain", "Hooks"]
 
@@ -221,10 +221,6 @@ def _returned_none(impl: _Impl, hook: str, values: tuple[Any, ...]) -> str:
     return f"{hook} of {impl.plugin} returned None{where}; return {what}."
 
 
-def _default_block(run: Run, index: int, block: Block, x: Hidden, recomputing: bool) -> Hidden:
-    return run.run_block(block, x)
-
-
 def _default_segment(
     run: Run, segment: Segment, region: Region, x: Hidden, recomputing: bool
 ) -> Hidden:
@@ -235,8 +231,12 @@ def _default_blocks(run: Run, x: Hidden) -> Hidden:
     return run.run_segments(run.segments, x, False)
 
 
-def _default_plan(run: Run) -> tuple[Segment, ...]:
-    return tuple(Segment(index, index + 1) for index in range(len(run.blocks)))
+def _single_blocks(run: Run) -> tuple[Segment, ...]:
+    return tuple([Segment(index, index + 1) for index in range(len(run.blocks))])
+
+
+def _one_stretch(run: Run) -> tuple[Segment, ...]:
+    return (Segment(0, len(run.blocks), mode="keep"),) if run.blocks else ()
 
 
 class _Relay:
@@ -246,12 +246,16 @@ class _Relay:
 
     def __init__(self, impls: dict[str, list[_Impl]], names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.run_block = _compiled("run_block", impls, _default_block)
+        self.run_block = _compiled("run_block", impls, Run.run_block)
         self.run_segment = _compiled("run_segment", impls, _default_segment)
         self.run_blocks = _compiled("run_blocks", impls, _default_blocks)
+        # Where no plugin sees segments, there is no need for more than one.
+        default_plan = _single_blocks if impls.get("run_segment") else _one_stretch
         planners = impls.get("plan_segments", [])
         self.plan = _compiled(
-            "plan_segments", {"plan_segments": [_named(p) for p in planners]}, _unplanned
+            "plan_segments",
+            {"plan_segments": [_named(p) for p in planners]},
+            lambda run: (default_plan(run), None),
         )
         self.contexts = impls.get("recompute_context", [])
 
@@ -279,10 +283,6 @@ class _Relay:
 
     def describe(self) -> str:
         return ", ".join(self.names)
-
-
-def _unplanned(run: Run) -> tuple[tuple[Segment, ...], str | None]:
-    return _default_plan(run), None
 
 
 def _named(impl: _Impl) -> _Impl:

@@ -14,7 +14,7 @@ from blockhooks.chain import HookChain
 from blockhooks.errors import HookError, RecomputeError
 from blockhooks.plan import Segment
 from blockhooks.recompute import Check, can_recompute, checkpointed
-from blockhooks.run import Block, Hidden, Region, Run
+from blockhooks.run import Region, Run
 
 __all__ = ["checkpoint"]
 
@@ -88,7 +88,12 @@ def checkpoint(
             "keyword and nested tensors, and cannot keep gradients the same; leave the argument out."
         )
     options = _Options(
-        preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
+        preserve_rng_state,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        respect_saved_tensors_hooks,
     )
     if function is None and not args:
         if kwargs:
@@ -132,9 +137,8 @@ def _call(
     show = None
     if debug:
         context_fn, show = torch_checkpoint._get_debug_context_and_cb()
-    run = Run((function,), (), {}, _chain(options).hooks, call=_spread)
-    region = Region(run, _SEGMENT)
-    factories = region.capture((args, kwargs))
+    run = Run((function,), (), {}, _chain(options).hooks)
+    factories = Region(run, _SEGMENT).capture((args, kwargs))
     forward_context = None
     if context_fn is not None:
         around, again = context_fn()
@@ -143,8 +147,9 @@ def _call(
         forward_context = _NotSuppressing(around)
         factories.append(lambda: again)
     return checkpointed(
-        _whole,
-        (region, args, kwargs),
+        function,
+        args,
+        kwargs,
         contexts=factories,
         early_stop=_early_stop(options),
         check=_CHECKS[options.determinism_check],
@@ -189,16 +194,6 @@ def _debug(options: _Options) -> bool:
     """The option, unless `set_checkpoint_debug_enabled` of torch says otherwise."""
     switch: bool | None = torch_checkpoint._checkpoint_debug_enabled
     return options.debug if switch is None else switch
-
-
-def _whole(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return region((args, kwargs))
-
-
-def _spread(function: Block, x: Hidden, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the function with all of its arguments, which are the x of this run."""
-    given, by_name = x
-    return function(*given, **by_name)
 
 
 def _describe(function: Callable[..., Any], show: Callable[[Any], None] | None) -> str:

@@ -42,7 +42,8 @@ def plan_segments(run: Run) -> Sequence[Segment] | None:
 
     Side: outside.
     Result: first result. Segments that cover ``0..len(run.blocks)`` in order, without gap or overlap; None leaves it
-        to the next plugin. Without any result each block is a segment of its own.
+        to the next plugin. Without any result each block is a segment of its own (all
+        are one where no plugin implements `run_segment` either).
 
     Args:
         run: The run that begins.
@@ -97,7 +98,8 @@ def recompute_context(
     Side: crosses the boundary: called outside; what it returns is entered around each recompute.
     Result: all results. Each is a *factory* of context managers, called and entered for every recompute in the order
         of the chain, left in reverse on every way out. None carries nothing. A factory may have a method
-        ``forward_done()``, which is called once when the region's forward has returned.
+        ``forward_done(failed)``, called once when the region's forward has returned or raised; a string that it returns
+        is a reason why the region cannot be executed again, and what autograd saved is kept.
 
     Args:
         run: The run.

@@ -65,10 +65,6 @@ def carried(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
-def _call(block: Block, x: Hidden, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return block(x, *args, **kwargs)
-
-
 class Run:
     """One call of `apply_blocks`.
 
@@ -108,7 +104,7 @@ class Run:
         *,
         carry: Callable[[Any], Hidden] | None = None,
         collect: Callable[[Hidden, Any], Hidden] | None = None,
-        call: Callable[[Block, Hidden, tuple[Any, ...], dict[str, Any]], Any] = _call,
+        call: Callable[[Block, Hidden, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
         self.blocks, self.args, self.kwargs, self.hooks = blocks, args, kwargs, hooks
@@ -162,22 +158,29 @@ class Run:
             x = run_segment(self, segment, Region(self, segment), x, recomputing)
         return x
 
-    def run_block(self, block: Block, x: Hidden) -> Hidden:
+    def run_block(self, index: int, block: Block, x: Hidden, recomputing: bool) -> Hidden:
         """Call one block with x and the side inputs, and pick the next x from what it returns."""
-        args, kwargs = self.side()
         nothing_came = packed_elsewhere()
-        output = self.call(block, x, args, kwargs)
+        args, kwargs = (self.args, self.kwargs) if _SIDE_INPUTS.get() is None else self.side()
+        call, carry = self.call, self.carry
+        output = block(x, *args, **kwargs) if call is None else call(block, x, args, kwargs)
         if nothing_came is not None and nothing_came():
-            warnings.warn(
-                f"{_CURRENT.get()} is to be checkpointed, but a saved-tensor hook that a plugin has put inside of the region "
-                f"takes what autograd saves, so that nothing is dropped (hooks: {self.hooks.describe()}). Expected such a "
-                "hook outside: install it in run_segment, or call the pair that is on top before.",
-                BlockhooksWarning,
-                stacklevel=2,
-            )
-        if self.carry is not None:
-            output = self.carry(output)
+            self._warn_shadowed(index)
+        if carry is carried:  # the same, for the commonest case
+            output = output[0] if isinstance(output, (tuple, list)) and output else output
+        elif carry is not None:
+            output = carry(output)
         return output if self.collect is None else self.collect(x, output)
+
+    def _warn_shadowed(self, index: int) -> None:
+        warnings.warn(
+            f"{self.describe(index, index + 1)} is to be checkpointed, but a saved-tensor hook that a plugin has "
+            "put inside of the region takes what autograd saves, so that nothing is dropped "
+            f"(hooks: {self.hooks.describe()}). Expected such a hook outside: install it in run_segment, or call "
+            "the pair that is on top before.",
+            BlockhooksWarning,
+            stacklevel=2,
+        )
 
     def side(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The side inputs: those of the run, or in a recompute what `side_inputs` has put in their place."""
@@ -217,14 +220,17 @@ class CurrentBlock:
 
     Attributes:
         index: The block's index in its run.
-        phase: ``"forward"`` or ``"recompute"``.
     """
 
-    __slots__ = ("_run", "index", "phase")
+    __slots__ = ("_recomputing", "_run", "index")
 
     def __init__(self, run: Run, index: int, recomputing: bool) -> None:
-        self._run, self.index = run, index
-        self.phase: Literal["forward", "recompute"] = "recompute" if recomputing else "forward"
+        self._run, self.index, self._recomputing = run, index, recomputing
+
+    @property
+    def phase(self) -> Literal["forward", "recompute"]:
+        """Whether this is the forward or a recompute, of the block or of a checkpointed call inside of it."""
+        return "recompute" if self._recomputing or is_recomputing() else "forward"
 
     @property
     def name(self) -> str:
@@ -266,11 +272,12 @@ class Region:
         if self.segment.children:
             return self.run.run_segments(self.segment.children, x, recomputing)
         run, run_block = self.run, self.run.hooks.run_block
-        index, stop = self.segment.start, self.segment.stop
+        start, stop = self.segment.start, self.segment.stop
+        index = start
         token = _CURRENT.set(CurrentBlock(run, index, recomputing))
         try:
             x = run_block(run, index, run.blocks[index], x, recomputing)
-            for index in range(index + 1, stop):
+            for index in range(start + 1, stop):
                 _CURRENT.set(CurrentBlock(run, index, recomputing))
                 x = run_block(run, index, run.blocks[index], x, recomputing)
         except Exception as error:
