@@ -249,7 +249,7 @@ class _Attached:
             plain, args, kwargs, hooks=handle.chain.hooks, blocks=blocks, names=self.names,
             segment=segment, around=around,
         )  # fmt: skip
-        measure.finish(output, args, kwargs)
+        measure.finish(blocks[index], output, args, kwargs)
         if measure.gradients:
             self.measured.add(index)
         self.record.blocks[index].note_call(planned, segment.mode, run, measure)
@@ -319,7 +319,7 @@ class _Block:
     def traced(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The lowering of one block (R10); one that cannot be lowered runs between two graphs, with all of its hooks."""
+        """The lowering of one block (R10); what cannot be lowered runs between two graphs, with all of its hooks."""
         if self.stack.inside:
             return plain(*args, **kwargs)
         if self.lowered is None:
@@ -329,7 +329,7 @@ class _Block:
         return plain(*args, **kwargs)
 
 
-@torch._disable_dynamo
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(
     block: _Block, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -77,10 +78,14 @@ class Measure:
             self._hooks.__exit__(*error)
             self._hooks = None
 
-    def finish(self, *others: Any) -> None:
-        """Look after the call which storages are still there; those of its inputs and results do not count."""
+    def finish(self, block: nn.Module, *others: Any) -> None:
+        """Look after the call which storages are still there.
+
+        Those of the block's parameters and buffers, and of the call's inputs and results, do not count.
+        """
         if not self.taken or not self._count:
             return
+        others = (*others, *block.parameters(), *block.buffers())
         aside = {
             _weakly(tensor.untyped_storage()).cdata
             for tensor in tensors_in(others)
