@@ -309,6 +309,7 @@ class Step:
         blocks: What is known of each block besides its spans, by name.
         names: The blocks that have run or will.
         runs: Runs that have begun and not ended.
+        tokens: Tokens that went through the first of them, where x tells.
         flops: Counts operations, if they are counted in this step.
         counted: The blocks whose operations are counted.
     """
@@ -320,6 +321,7 @@ class Step:
         self.blocks: dict[str, BlockStep] = {}
         self.names: set[str] = set()
         self.runs = 0
+        self.tokens: int | None = None
         self.flops: FlopCounter | None = None
         self.counted: set[str] = set()
 
@@ -360,7 +362,7 @@ class Step:
             blocks[span.block].calls[span.phase] += 1
             if span.parent is not None and span.parent.end is not None:
                 blocks[span.parent.block].ms[span.parent.phase] -= end - begin
-        return StepFigures(self.number, self.wall_ms, blocks)
+        return StepFigures(self.number, self.wall_ms, blocks, self.tokens)
 
     def spans(self) -> list[dict[str, Any]]:
         """Return the spans as plain numbers and strings, in milliseconds from the beginning."""

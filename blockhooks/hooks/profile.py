@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -26,6 +26,7 @@ from blockhooks.hookspecs import hookimpl
 from blockhooks.report import table as tables
 from blockhooks.report.figures import BlockStep, Figures, compare, scalars
 from blockhooks.report.live import Strip
+from blockhooks.report.page import write_page
 from blockhooks.report.trace import chrome_trace
 from blockhooks.timeline import (
     FORWARD,
@@ -313,6 +314,33 @@ class Profile:
         trace = chrome_trace([step.trace(origin_ns) for step in steps], _versions())
         Path(path).write_text(json.dumps(trace))
 
+    def report(
+        self,
+        path: str | Path,
+        others: Mapping[str, Profile] | None = None,
+        *,
+        name: str = "this run",
+        plans: Sequence[Any] = (),
+        plan: Any = None,
+    ) -> None:
+        """Write a page with all figures and charts, which opens from disk in any browser.
+
+        Args:
+            path: The file to write, by custom ``*.html``.
+            others: Other profiles by name, to stand before this one on the page; differences are to the first.
+            name: What this run is called there.
+            plans: The best plans for several budgets, for a curve of time against memory.
+            plan: The plan in use, which is marked on that curve.
+
+        Raises:
+            MissingExtraError: If plotly is not installed.
+        """
+        runs = {key: other.to_dict() for key, other in (others or {}).items()} | {
+            name: self.to_dict()
+        }
+        today = None if plan is None else plan.to_dict()
+        write_page(path, runs, [each.to_dict() for each in plans], today)
+
     def __rich__(self) -> Table:
         return tables.rich_table(self.to_dict())
 
@@ -329,6 +357,8 @@ class Profile:
         again = step is not None and not step.runs and not step.names.isdisjoint(names)
         if step is None or (again and not self._by_hand):
             step = self._begin_step(_device(x))
+        if not step.names or names[0] in step.names:
+            step.tokens = _tokens(x, step.tokens)
         step.names.update(names)
         return step
 
@@ -516,6 +546,12 @@ def _nodes(x: Any) -> set[Node]:
 
 def _device(x: Any) -> torch.device:
     return next((tensor.device for tensor in _tensors(x)), torch.device("cpu"))
+
+
+def _tokens(x: Any, before: int | None) -> int | None:
+    """Add the tokens of x, where it is ``(batch, tokens, width)`` as in a transformer."""
+    shape = _tensors(x)[0].shape if _tensors(x) else ()
+    return (before or 0) + shape[0] * shape[1] if len(shape) == 3 else before
 
 
 def _device_name(device: torch.device) -> str:

@@ -63,11 +63,13 @@ class StepFigures:
         number: The step's number, from 0, with those that were not recorded.
         wall_ms: From the beginning of the first run to the end of the last backward.
         blocks: What each block did, by name.
+        tokens: Tokens that went through the first block, where x tells.
     """
 
     number: int
     wall_ms: float
     blocks: dict[str, BlockStep]
+    tokens: int | None = None
 
     def sums_ms(self) -> list[float]:
         """Milliseconds of all blocks in each phase, and of the rest."""
@@ -98,6 +100,7 @@ class Figures:
     def __init__(self) -> None:
         self.steps = 0
         self._wall_ms = 0.0
+        self._tokens: int | None = None
         self._totals: dict[str, _Total] = {}
         self._sample: list[StepFigures] = []
         self._early: list[StepFigures] = []
@@ -113,6 +116,7 @@ class Figures:
         self._note_outliers(step)
         self.steps += 1
         self._wall_ms += step.wall_ms
+        self._tokens = step.tokens
         for name, block in step.blocks.items():
             if name in self._totals:
                 self._totals[name].add(block)
@@ -197,13 +201,20 @@ class Figures:
             [step.wall_ms for step in self._sample],
         )
         flops = [last.flops for last in lasts if last.flops is not None]
+        model = sum(f[0] + f[2] for f in flops) if flops else None
+        hardware = sum(map(sum, flops)) if flops else None
+        seconds = ms["wall"]["mean"] / 1e3
         return {
             "ms": ms,
             "kept_bytes": sum(last.kept_bytes for last in lasts),
             "dropped_bytes": sum(last.dropped_bytes for last in lasts),
             "x_bytes": sum(last.x_bytes for last in lasts),
-            "model_flops": sum(f[0] + f[2] for f in flops) if flops else None,
-            "hardware_flops": sum(map(sum, flops)) if flops else None,
+            "model_flops": model,
+            "hardware_flops": hardware,
+            "model_flops_per_second": _rate(model, seconds),
+            "hardware_flops_per_second": _rate(hardware, seconds),
+            "tokens": self._tokens,
+            "tokens_per_second": _rate(self._tokens, seconds),
         }
 
     def to_dict(self, memory: dict[str, Any] | None) -> dict[str, Any]:
@@ -223,6 +234,10 @@ class Figures:
             "drift": self.drift(),
             "outliers": list(self._outliers),
         }
+
+
+def _rate(count: int | None, seconds: float) -> float | None:
+    return None if count is None or not seconds else count / seconds
 
 
 def _median_ms(steps: Iterable[StepFigures], name: str, phase: int) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blockhooks.costs import format_bytes
 from blockhooks.report.figures import PHASES
 
 if TYPE_CHECKING:
@@ -44,15 +45,8 @@ class Row(NamedTuple):
 
 
 def size(nbytes: int | None) -> str:
-    """Return a number of bytes as a reader would say it, such as ``"1.5 MiB"``; a dash for None."""
-    if nbytes is None:
-        return "-"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    """Return a number of bytes as a reader would say it; a dash for None."""
+    return "-" if nbytes is None else format_bytes(nbytes)
 
 
 def rows(figures: dict[str, Any]) -> Iterator[Row]:
@@ -75,7 +69,7 @@ def rows(figures: dict[str, Any]) -> Iterator[Row]:
 
 
 def _times(figures: dict[str, Any]) -> Iterator[str]:
-    return (f"{figures['ms'][phase]['mean']:.2f}" for phase in PHASES)
+    return (f"{figures['ms'][phase]['p50']:.2f}" for phase in PHASES)
 
 
 def _sizes(figures: dict[str, Any]) -> Iterator[str]:
@@ -85,8 +79,8 @@ def _sizes(figures: dict[str, Any]) -> Iterator[str]:
 def _caption(figures: dict[str, Any]) -> str:
     ms = figures["totals"]["ms"]
     return (
-        f"step {ms['wall']['mean']:.2f} ms (rest {ms['rest']['mean']:.2f} ms) on {figures['device']}; "
-        "times are means per step, calls are forward+recompute+backward"
+        f"step {ms['wall']['p50']:.2f} ms (rest {ms['rest']['p50']:.2f} ms) on {figures['device']}; "
+        "times are medians over steps, calls are forward+recompute+backward"
     )
 
 

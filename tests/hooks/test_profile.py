@@ -650,7 +650,7 @@ def test_the_table_has_a_line_for_each_block_with_and_without_rich(monkeypatch):
             (line,) = [line for line in lines if name in line]
             assert "recompute" in line
             assert "1+1+1" in line
-            assert line.count("32.0 KiB") == 2  # dropped, and x
+            assert line.count("32.00 KiB") == 2  # dropped, and x
 
 
 def test_a_notebook_and_rich_show_the_table():
