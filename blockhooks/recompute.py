@@ -60,6 +60,9 @@ class EarlyStop(BaseException):
     """Ends a recompute: all that is needed is back. Let it pass; clean up in ``finally``."""
 
 
+_OVERWRITTEN = -1
+
+
 class _Holder:
     """What stands in autograd's graph for one saved tensor."""
 
@@ -166,7 +169,11 @@ class _Frame(_PackHook):
         """Let go of what was saved; or keep it, without its graph (an output would hold itself alive)."""
         for holder in self.open or ():
             value = holder.value
-            holder.value = value.detach() if keep and value is not None else None
+            if value is None:
+                continue
+            if value._version != holder.version:
+                holder.version = _OVERWRITTEN
+            holder.value = value.detach() if keep else None
         self.open = None
         if keep:  # never executed again: what it would take for that is not needed
             self.saved = []
@@ -184,6 +191,11 @@ class _Frame(_PackHook):
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def unpack(self, holder: _Holder) -> Tensor:
+        if holder.version == _OVERWRITTEN:  # plain autograd raises as well
+            raise RecomputeError(
+                f"{self.describe()}: one of the variables needed for gradient computation has been modified by an inplace "
+                "operation inside of the region, after it was saved. Use the operation that is not in place."
+            )
         group = torch._C._get_graph_exec_group()
         task = group if group is not None else torch._C._current_graph_task_id()
         with self._lock:  # on several devices, several threads of autograd's ask
@@ -378,6 +390,9 @@ def _identity(value: Any) -> Any:
 def _unpack(holder: _Holder) -> Tensor:
     value = holder.value
     if value is None:
+        if torch.compiler.is_dynamo_compiling():
+            # Compiled autograd traces the hooks; a region whose forward was eager is recomputed eagerly.
+            return _eagerly(holder)
         return holder.frame.unpack(holder)
     if value._version != holder.version:
         raise RecomputeError(
@@ -386,6 +401,11 @@ def _unpack(holder: _Holder) -> Tensor:
             f"version {holder.version}. Change a copy of it, or run the backward first."
         )
     return value.detach() if value.requires_grad else value
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _eagerly(holder: _Holder) -> Tensor:
+    return holder.frame.unpack(holder)
 
 
 def _clear(error: BaseException) -> None:
