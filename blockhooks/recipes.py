@@ -109,7 +109,6 @@ _operation("MulBackward0", aten.mul.Tensor, "self", "other")
 _operation("DivBackward0", aten.div.Tensor, "self", "other")
 
 # Casts, copies and views.
-_operation("CloneBackward0", aten.clone.default, "self")
 _operation("TransposeBackward0", aten.transpose.int, "self", dim0="dim0", dim1="dim1")
 _operation("PermuteBackward0", aten.permute.default, "self", dims="dims")
 _operation("UnsqueezeBackward0", aten.unsqueeze.default, "self", dim="dim")
@@ -121,6 +120,12 @@ _operation(
 for _name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze"):
     _operation(f"{_name}Backward0", aten.reshape.default, "self", shape="shape")
 _operation("ToCopyBackward0", Tensor.to, "self", dtype="dtype")
+
+
+@recipe("CloneBackward0", "self")
+def _clone(x: Tensor) -> Tensor:
+    # Mostly ``contiguous()``, or part of a reshape. A clone of another layout is found out, and kept.
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @recipe("SplitBackward0", "self", constants=("split_size", "dim", "output_nr"))

@@ -8,7 +8,7 @@ from tests.meta.source import modules, own_imports
 
 FLOORS = (
     ("errors", "plan", "structure", "report", "costs", "solver", "recipes"),
-    ("recompute", "memory", "timeline", "rebuild"),
+    ("recompute", "memory", "timeline", "rebuild", "offloading"),
     ("hookspecs", "run"),
     ("hooks",),
     ("chain",),
