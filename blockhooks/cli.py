@@ -13,6 +13,7 @@ import platform
 import runpy
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,9 +39,10 @@ from blockhooks.chain import DEFAULT_HOOKS, HOOKS
 from blockhooks.errors import BlockhooksError, PlanError
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hooks.profile import Profile
-from blockhooks.models.attached import attach
+from blockhooks.models import attach
 from blockhooks.plan import PlanFunction
 from blockhooks.targets import FactoryError, Target, load_target
+from blockhooks.verify import verify as run_verify
 
 __all__ = ["main"]
 
@@ -146,13 +148,39 @@ def profile(
         with attach(loaded.model, hooks):
             for _ in track(range(count), "measuring", console=progress, transient=True):
                 loaded.model.zero_grad(set_to_none=False)
-                torch.autograd.backward(step(loaded))
+                with users_code(f"a step of {target}"):
+                    torch.autograd.backward(loaded.loss())
     if trace is not None:
         measured.chrome_trace(trace)
     if as_json:
         print_json(measured.to_dict())
     else:
         Console().print(measured.table(), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="Example: blockhooks verify my_model.py:build --plan 'every(2)'")
+def verify(
+    target: TargetName,
+    plan: Plan = "every(1)",
+    batch: Batch = 2,
+    seq: Seq = 128,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Run a model plain and checkpointed from the same seeds, and compare bit for bit.
+
+    Loss, outputs, gradients, buffers, attributes and random generators. Exits with 1 if a single bit differs.
+    """
+    checkpoint = Checkpoint(parse_plan(plan or "every(1)"))
+    loaded = load(target, batch, seq, config)
+    with progress.status("comparing steps"), users_code(f"a step of {target}"):
+        found = run_verify(loaded.model, loaded.kwargs or loaded.args, [checkpoint])
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        Console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if not found:
+        raise typer.Exit(NO)
 
 
 @app.command(epilog="Example: blockhooks plugins --json")
@@ -193,18 +221,19 @@ def load(target: str, batch: int, seq: int, config: list[str] | None) -> Target:
         return load_target(target, batch=batch, seq=seq, config=config or ())
 
 
-def step(target: Target) -> torch.Tensor:
-    """Run the forward of the user's model; what it raises is the user's.
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Run the user's model; what it raises is the user's.
 
     Raises:
         FactoryError: If the model raises.
     """
     try:
-        return target.loss()
+        yield
     except BlockhooksError:
         raise
     except Exception as error:
-        raise FactoryError(f"the forward of {target.name} raised {type(error).__name__}") from error
+        raise FactoryError(f"{what} raised {type(error).__name__}") from error
 
 
 def parse_plan(text: str) -> PlanFunction:
