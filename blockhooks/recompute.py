@@ -669,7 +669,7 @@ def checkpointed(
         captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))
         inputs, rebuild = captured.tensors, captured.rebuild
         captured.tensors = []
-    versions = [t._version for t in inputs]
+    versions = [0 if t.is_inference() else t._version for t in inputs]
     frame = _Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
     token = _OPEN.set(frame)
     try:
@@ -682,15 +682,23 @@ def checkpointed(
                     result = function(*args, **kwargs)
         finally:
             frame.pop()
-    except BaseException:
+    except BaseException as error:
         for factory in contexts:
             _forward_done(factory, failed=True)
         frame.close(keep=False)
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            error.add_note(
+                f"{describe()} uses a transform of torch.func inside, which checkpointing does not allow (torch 2.14). "
+                "Keep this block: leave it out of the plan, as with Checkpoint(plan.blocks([...]))."
+            )
         raise
     finally:
         _OPEN.reset(token)
     reason = None
-    if any(t._version != version for t, version in zip(inputs, versions, strict=True)):
+    if any(
+        not t.is_inference() and t._version != version
+        for t, version in zip(inputs, versions, strict=True)
+    ):
         reason = "it changes an input in place"
     for factory in contexts:
         reason = _forward_done(factory, failed=False) or reason
