@@ -21,6 +21,7 @@ from blockhooks.errors import (
     RecomputeError,
 )
 from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.profile import Profile
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
@@ -45,6 +46,7 @@ __all__ = [
     "HookedBlocks",
     "MissingExtraError",
     "PlanError",
+    "Profile",
     "RNGSnapshot",
     "RecomputeError",
     "Segment",
