@@ -12,6 +12,7 @@ generators (also those that a forward uses as globals).
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -129,10 +130,10 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[str, Any]:
     """The attributes that an instance holds itself, in its dict and in its slots."""
     found = dict(getattr(value, "__dict__", ()))
-    for name in _slots(type(value)):
+    for name in _slots(type(value)):  # type: ignore[arg-type]  # a type is hashable
         try:
             found[name] = object.__getattribute__(value, name)
         except AttributeError:
@@ -236,7 +237,7 @@ class _DictNode:
     __slots__ = ("attributes", "factory", "items", "kind")
 
     def __init__(
-        self, kind: type, items: dict[Any, Any], factory: Any, attributes: dict[str, Any]
+        self, kind: Any, items: dict[Any, Any], factory: Any, attributes: dict[str, Any]
     ) -> None:
         self.kind, self.items, self.factory, self.attributes = kind, items, factory, attributes
 
@@ -282,10 +283,8 @@ class _ObjectNode:
         if original is not None and self.same(original, tensors):
             memo[id(self)] = original
             return original
-        make = (
-            types.SimpleNamespace.__new__ if self.kind is types.SimpleNamespace else object.__new__
-        )
-        copy = make(self.kind)
+        base: Any = types.SimpleNamespace if self.kind is types.SimpleNamespace else object
+        copy = base.__new__(self.kind)
         memo[id(self)] = copy
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
@@ -602,7 +601,7 @@ def contents_of(value: Any) -> Contents:
 class Slots(collections.abc.MutableMapping[str, Any]):
     """The slots of an object as a dict."""
 
-    def __init__(self, owner: object) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def __getitem__(self, name: str) -> Any:
@@ -618,7 +617,8 @@ class Slots(collections.abc.MutableMapping[str, Any]):
         object.__delattr__(self._owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in _slots(type(self._owner)) if hasattr(self._owner, name))
+        names = _slots(type(self._owner))  # type: ignore[arg-type]  # a type is hashable
+        return (name for name in names if hasattr(self._owner, name))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -729,9 +729,8 @@ class _Search:
             stack.extend(reversed(children))
 
     def globals_of(self, function: Any) -> None:
-        code = getattr(function, "__code__", None)
-        if code is not None:
-            self.names(_names_reached(code, _Namespace(function.__globals__)))
+        for inner in _functions(function):
+            self.names(_names_reached(inner.__code__, _Namespace(inner.__globals__)))
 
     def globals_of_class(self, kind: type) -> None:
         if kind not in _reached_by_class:
@@ -803,10 +802,30 @@ def _names_of_class(kind: type) -> _Names:
         for name, value in members.items():
             if _may_hold_rng(value):
                 found[id(members), name] = (members, name)
-            elif isinstance(value, types.FunctionType):
-                for names, inner in _names_reached(value.__code__, _Namespace(value.__globals__)):
+            for function in _functions(value):
+                for names, inner in _names_reached(
+                    function.__code__, _Namespace(function.__globals__)
+                ):
                     found[id(names), inner] = (names, inner)
     return tuple(found.values())
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """A function or the functions of a descriptor, and what a decorator has wrapped in them."""
+    stack = [value]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (staticmethod, classmethod)):
+            stack.append(value.__func__)
+        elif isinstance(value, property):
+            stack.append(value.fget)
+        elif isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a name that is not bound yet
+                    stack.append(cell.cell_contents)
 
 
 def _of_a_library(module: str | None) -> bool:
@@ -838,7 +857,7 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                 value = place.get(name)
                 if isinstance(value, types.FunctionType):
                     if not _of_a_library(value.__module__):
-                        stack.append((value.__code__, value.__globals__))
+                        stack += [(inner.__code__, inner.__globals__) for inner in _functions(value)]
                 elif _may_hold_rng(value) or (value is None and name in place):
                     found.append(
                         (place, name)

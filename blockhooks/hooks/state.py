@@ -70,7 +70,7 @@ _REGISTRIES = (
 )
 
 
-_GLOBAL_HOOKS: tuple[OrderedDict[int, Any], ...] = (
+_GLOBAL_HOOKS: tuple[Any, ...] = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
 )
@@ -209,7 +209,8 @@ class _State:
     def _module(self, module: nn.Module, capturing: Capturing) -> None:
         attributes = module.__dict__
         learned = _learned_of(module)
-        lazy = any(is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values()))
+        owned: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
+        lazy = any(map(is_lazy, owned))
         if lazy:
             self.stays = "it initialises a lazy module"
         elif isinstance(module, _NormBase) and module.training:

@@ -178,7 +178,38 @@ class FromGlobalContainers(nn.Module):
         return torch.tanh(self.linear(x)) * noise * (1 + GLOBALS["python"][0].random())
 
 
-@pytest.mark.parametrize("kind", [FromGlobals, FromGlobalContainers])
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) * (1 + GLOBAL_PYTHON.random())
+
+    return wrapper
+
+
+def wrapped_without_a_trace(function):
+    return lambda *args: function(*args)
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @decorated
+    @wrapped_without_a_trace
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.noise * self.more()
+
+    @property
+    def noise(self):
+        return torch.rand((), generator=GLOBAL_TORCH)
+
+    @staticmethod
+    def more():
+        return float(GLOBAL_NUMPY.random())
+
+
+@pytest.mark.parametrize("kind", [FromGlobals, FromGlobalContainers, Decorated])
 def test_generators_that_are_globals_of_the_blocks_module(kind):
     def step(run):
         GLOBAL_TORCH.manual_seed(1)
