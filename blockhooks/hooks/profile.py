@@ -121,7 +121,9 @@ class Profile:
     def run_blocks(self, run: Run, x: Hidden) -> Generator[None, Any, Any]:
         """Find the step that this run belongs to."""
         names = _labels(run)
-        step = self._step_of(names, x)
+        # Those that this run executes: one of a stack, where an attached model calls its blocks one by one.
+        executed = [names[index] for segment in run.segments for index in segment.indices]
+        step = self._step_of(executed, x)
         if not step.recorded:
             return (yield)
         run.state[self] = _Recording(step, names)
@@ -352,12 +354,12 @@ class Profile:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def _step_of(self, names: tuple[str, ...], x: Hidden) -> Step:
+    def _step_of(self, names: Sequence[str], x: Hidden) -> Step:
         step = self._step
         again = step is not None and not step.runs and not step.names.isdisjoint(names)
         if step is None or (again and not self._by_hand):
             step = self._begin_step(_device(x))
-        if not step.names or names[0] in step.names:
+        if step.names.issuperset(names[:1]) or not step.names:
             step.tokens = _tokens(x, step.tokens)
         step.names.update(names)
         return step
