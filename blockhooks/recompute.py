@@ -40,7 +40,14 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from blockhooks.errors import HookError, RecomputeError
 from blockhooks.structure import capture
 
-__all__ = ["Check", "checkpointed", "is_recomputing", "keep_aside", "packed_elsewhere"]
+__all__ = [
+    "Check",
+    "can_recompute",
+    "checkpointed",
+    "is_recomputing",
+    "keep_aside",
+    "packed_elsewhere",
+]
 
 Check = Literal["shapes", "values", "none"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

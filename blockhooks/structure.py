@@ -34,6 +34,7 @@ from torch import Tensor, nn
 __all__ = [
     "Captured",
     "Capturing",
+    "MODULE_INTERNALS",
     "Slots",
     "Survey",
     "atomic",

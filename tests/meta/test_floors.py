@@ -9,7 +9,7 @@ from tests.meta.source import modules, own_imports
 FLOORS = (
     ("errors", "plan", "structure", "report", "costs", "solver", "recipes"),
     ("recompute", "memory", "timeline", "rebuild", "offloading"),
-    ("hookspecs", "run"),
+    ("hookspecs", "run", "calls", "planner"),
     ("hooks",),
     ("chain",),
     ("apply", "checkpointing", "lowering", "modules"),
