@@ -32,6 +32,7 @@ def call_block(
     names: Sequence[str] | None = None,
     segment: Segment,
     around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    make_run: Callable[..., Run] = Run,
 ) -> tuple[Any, Run]:
     """Run one block through the hooks, and give back what the block has returned.
 
@@ -44,6 +45,7 @@ def call_block(
         names: The names of its blocks; by default those of their classes.
         segment: The block's segment, of one block.
         around: Called in every execution with the block's call, which it makes; in the forward and in recomputes.
+        make_run: Makes the run.
 
     Returns:
         What the block returned, with what the hooks made of x in its place, and the run.
@@ -57,7 +59,7 @@ def call_block(
         return output.pick(around(lambda: plain(*args, **kwargs)))
 
     # The side inputs are all arguments: x is in them as well, and is put in its place again by `call`.
-    run = Run(tuple(blocks), *place.without(args, kwargs), hooks, call=call, names=names)
+    run = make_run(tuple(blocks), *place.without(args, kwargs), hooks, call=call, names=names)
     run.segments = (segment,)
     try:
         return output.with_x(run.execute_planned(x)), run

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
 from blockhooks.lowering import lower
-from blockhooks.models.call import call_block, in_backward
 from blockhooks.models.find import Blocks, Stack, find_stacks, inner_stacks, select_stacks
 from blockhooks.models.intercept import is_routed, route, unroute
 from blockhooks.models.report import (
@@ -26,6 +27,7 @@ from blockhooks.models.report import (
     StackRecord,
     active_hooks,
 )
+from blockhooks.models.spanning import SpanningRegion, SpanningRun, spanning_checkpoint
 from blockhooks.plan import Mode, Segment
 from blockhooks.run import Run
 
@@ -146,6 +148,9 @@ class Handle:
             yield
         finally:
             self._in_forward -= 1
+            if not self._in_forward:
+                for stack in self._stacks:
+                    stack.end_region()
 
     def begin_step(self) -> None:
         """Forget what was done in the step before."""
@@ -182,6 +187,8 @@ class _Attached:
     Attributes:
         inside: Whether its blocks lie in blocks of another stack, and matter only if those are never called.
         measured: Indices of blocks whose saved bytes are known.
+        checkpoint: The plugin whose segments may span several blocks, if there is one.
+        open: The region of several blocks that the loop is in.
     """
 
     def __init__(self, handle: Handle, stack: Stack, *, inside: bool) -> None:
@@ -195,6 +202,9 @@ class _Attached:
         self.plan: list[tuple[Segment, Segment]] | None = None
         self.last = -1
         self.measured: set[int] = set()
+        self.checkpoint = spanning_checkpoint(handle.chain.plugins)
+        self.record.spans = self.checkpoint is not None
+        self.open: SpanningRegion | None = None
 
     def route(self) -> None:
         places: dict[int, list[int]] = {}
@@ -214,12 +224,14 @@ class _Attached:
         )
 
     def unroute(self) -> None:
+        self.end_region()
         for reference in self.modules:
             module = reference()
             if module is not None:
                 unroute(module)
 
     def begin_step(self) -> None:
+        self.end_region()
         self.plan, self.last = None, -1
         self.record.begin_step()
         for block in self.routes:
@@ -235,7 +247,17 @@ class _Attached:
         self.last = index
         blocks = self.blocks()
         planned, segment = self.segment_of(index, blocks, args, kwargs)
-        measure = Measure(active_hooks(), count=index not in self.measured)
+        mode, outside = segment.mode, active_hooks()
+        spans = len(planned) > 1 and mode == "recompute" and self.checkpoint is not None
+        if self.open is not None and (not spans or self.open.segment != planned):
+            self.end_region()
+        measure = Measure(outside, count=index not in self.measured)
+        make_run: Callable[..., Run] = Run
+        if spans:
+            segment = Segment(index, index + 1, mode="keep")
+            make_run = functools.partial(
+                SpanningRun, functools.partial(self.spanning, index, planned, outside)
+            )
 
         def around(block: Callable[[], Any]) -> Any:
             token = _inside.set(_inside.get() | {handle})
@@ -247,13 +269,36 @@ class _Attached:
 
         output, run = call_block(
             plain, args, kwargs, hooks=handle.chain.hooks, blocks=blocks, names=self.names,
-            segment=segment, around=around,
+            segment=segment, around=around, make_run=make_run,
         )  # fmt: skip
         measure.finish(blocks[index], output, args, kwargs)
         if measure.gradients:
             self.measured.add(index)
-        self.record.blocks[index].note_call(planned, segment.mode, run, measure)
+        record = self.record.blocks[index]
+        record.note_call(planned, mode, run, measure)
+        if self.open is None:
+            record.note_end(measure, record.reason)
+        else:
+            self.open.at_end.append(functools.partial(record.note_end, measure))
+            if index == planned.stop - 1:
+                self.end_region()
         return output
+
+    def spanning(self, index: int, planned: Segment, outside: Any, x: Tensor) -> SpanningRegion:
+        """The region of several blocks that a call continues, or a new one."""
+        if self.open is not None and not self.open.continues(index, x, outside):
+            self.record.divided.append(self.names[index])
+            self.end_region()
+        if self.open is None:
+            assert self.checkpoint is not None
+            self.open = SpanningRegion(planned, index, self.checkpoint, outside)
+        return self.open
+
+    def end_region(self) -> None:
+        """Let the region of several blocks end, where the loop has left it."""
+        if self.open is not None:
+            region, self.open = self.open, None
+            region.end()
 
     def segment_of(
         self,

@@ -79,7 +79,7 @@ class Measure:
             self._hooks = None
 
     def finish(self, block: nn.Module, *others: Any) -> None:
-        """Look after the call which storages are still there.
+        """Count the bytes after the call.
 
         Those of the block's parameters and buffers, and of the call's inputs and results, do not count.
         """
@@ -91,9 +91,13 @@ class Measure:
             for tensor in tensors_in(others)
             if tensor.layout is torch.strided
         }
-        own = {ref: nbytes for ref, nbytes in self._seen.items() if ref.cdata not in aside}
-        self.saved = sum(own.values())
-        self.dropped = self.saved - sum(nbytes for ref, nbytes in own.items() if not _gone(ref))
+        self._seen = {ref: nbytes for ref, nbytes in self._seen.items() if ref.cdata not in aside}
+        self.saved = sum(self._seen.values())
+
+    def settle(self) -> None:
+        """See which storages are still there."""
+        if self.saved is not None:
+            self.dropped = self.saved - sum(n for ref, n in self._seen.items() if not _gone(ref))
         self._seen.clear()
 
 
@@ -142,6 +146,12 @@ class BlockRecord:
             self.done = "kept"
         else:
             self.done = _DONE[mode]
+
+    def note_end(self, measure: Measure, reason: str | None) -> None:
+        """Note what was dropped when the region of the block had ended, or why nothing was."""
+        measure.settle()
+        if reason is not None:
+            self.reason, self.done = reason, "kept"
         if measure.saved is not None:
             self.saved, self.dropped = measure.saved, measure.dropped
 
@@ -165,7 +175,8 @@ class StackRecord:
 
     def __init__(self, name: str, blocks: list[BlockRecord]) -> None:
         self.name, self.blocks = name, blocks
-        self.reversible = False
+        self.reversible = self.spans = False
+        self.divided: list[str] = []
 
     @property
     def kind(self) -> str:
@@ -179,6 +190,7 @@ class StackRecord:
 
     def begin_step(self) -> None:
         """Forget the step before."""
+        self.divided.clear()
         for block in self.blocks:
             block.begin_step()
 
@@ -190,8 +202,11 @@ class StackRecord:
         elif others_called and not self.called:
             yield f"{where}: none of its {len(self.blocks)} blocks was called in the last step."
         long = {str(b.segment) for b in self.blocks if b.segment is not None and len(b.segment) > 1}
-        if long:
-            yield f"{where}: planned in segments of several blocks, recomputed block by block."
+        if long and not self.spans:
+            yield f"{where}: planned in segments of several blocks, executed block by block, as the hooks want it."
+        if self.divided:
+            at = ", ".join(self.divided)
+            yield f"{where}: segments are divided where x was not handed on untouched: before {at}."
         reasons: dict[str, list[str]] = {}
         for block in self.blocks:
             if block.reason is not None:

@@ -1,0 +1,187 @@
+"""Regions that span several blocks of a loop which is not ours.
+
+The loop calls one block after the other, and may do as it likes in between. So the region's forward comes in pieces:
+around each block's region the saved-tensor hooks of one common frame are installed, and what they took is dropped when
+the last block of the segment has returned. The recompute executes all pieces, each with the x that the one before it
+gave. That is what the loop did only if it handed x on untouched; where it did not, the region ends there, and another
+one begins.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.plan import Segment
+from blockhooks.recompute import (
+    _OPEN,
+    _RECOMPUTING,
+    _ambient,
+    _forward_done,
+    _Frame,
+    _just_one,
+    _unpack,
+    can_recompute,
+)
+from blockhooks.run import Hidden, Region, Run
+
+__all__ = ["SpanningRegion", "SpanningRun", "spanning_checkpoint"]
+
+
+def spanning_checkpoint(plugins: Sequence[Any]) -> Checkpoint | None:
+    """The plugin that checkpoints, if it alone decides how a segment is executed; wrappers may be around it."""
+    deciding = [plugin for plugin in plugins if _decides(plugin)]
+    return deciding[0] if len(deciding) == 1 and type(deciding[0]) is Checkpoint else None
+
+
+def _decides(plugin: object) -> bool:
+    options = getattr(getattr(plugin, "run_segment", None), "blockhooks_impl", None)
+    return options is not None and not options["wrapper"]
+
+
+class SpanningRegion:
+    """The inside of a segment, executed block by block while the loop goes on.
+
+    Attributes:
+        segment: The segment of the plan.
+        next: Index of the block that is to be called next.
+        reason: Why what autograd saved is kept, if it is.
+        at_end: Called with the reason when the region has ended.
+    """
+
+    def __init__(self, segment: Segment, start: int, checkpoint: Checkpoint, outside: Any) -> None:
+        self.segment, self.start, self.next = segment, start, start
+        self.reason: str | None = None
+        self.at_end: list[Callable[[str | None], None]] = []
+        self._checkpoint, self._outside = checkpoint, outside
+        self._frame: _Frame | None = None
+        self._pieces: list[_Piece] = []
+        self._last: tuple[weakref.ref[Tensor], int] | None = None
+
+    def continues(self, index: int, x: Tensor, outside: Any) -> bool:
+        """Whether a block's call is the next piece.
+
+        It is if it is the right block, is given the very x that the last piece gave, and runs under the same
+        saved-tensor hooks (`outside`; a checkpoint of somebody else may be around each block) and ambient state.
+        """
+        if self._frame is None or index != self.next or self._last is None:
+            return False
+        tensor, version = self._last
+        untouched = tensor() is x and x._version == version
+        return untouched and outside == self._outside and _ambient() == self._frame.ambient
+
+    def run(self, index: int, region: Region, x: Tensor) -> Hidden:
+        """Execute one piece in the forward."""
+        contexts = region.capture(x)
+        if self._frame is None:
+            self._frame = self._begin(x, region)
+        frame = self._frame
+        version = x._version
+        token = _OPEN.set(frame)
+        try:
+            frame.push(_unpack)
+            try:
+                result = region(x)
+            finally:
+                frame.pop()
+        except BaseException:
+            for factory in contexts:
+                _forward_done(factory, failed=True)
+            self.end()
+            raise
+        finally:
+            _OPEN.reset(token)
+        for factory in contexts:
+            self.reason = _forward_done(factory, failed=False) or self.reason
+        if x._version != version:
+            self.reason = "it changes an input in place"
+        self._pieces.append(_Piece(region, contexts))
+        self.next = index + 1
+        self._last = (weakref.ref(result), result._version) if isinstance(result, Tensor) else None
+        return result
+
+    def end(self) -> None:
+        """Drop what autograd has saved."""
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            frame.close(keep=self.reason is not None)
+        for call in self.at_end:
+            call(self.reason)
+        self.at_end.clear()
+
+    def _begin(self, x: Tensor, region: Region) -> _Frame:
+        pieces, run, start = self._pieces, region.run, self.start
+
+        def again(x: Hidden) -> Hidden:
+            for piece in pieces:
+                x = piece.again(x)
+            return x
+
+        def describe() -> str:
+            return f"{run.describe(start, start + len(pieces))} (hooks: {run.hooks.describe()})"
+
+        checkpoint = self._checkpoint
+        return _Frame(again, (x,), _just_one, (), checkpoint.early_stop, checkpoint.check, describe)
+
+
+class _Piece:
+    """One block's region, the factories that were captured for it, and its context variables."""
+
+    __slots__ = ("context", "contexts", "region")
+
+    def __init__(
+        self, region: Region, contexts: list[Callable[[], AbstractContextManager[Any]]]
+    ) -> None:
+        self.region, self.contexts = region, contexts
+        self.context = contextvars.copy_context()
+
+    def again(self, x: Hidden) -> Hidden:
+        return self.context.copy().run(self._execute, x)
+
+    def _execute(self, x: Hidden) -> Hidden:
+        _RECOMPUTING.set(True)
+        with ExitStack() as stack:
+            for factory in self.contexts:
+                stack.enter_context(factory())
+            return self.region(x)
+
+
+class SpanningRun(Run):
+    """The run of one block whose region is a piece of a larger one.
+
+    Attributes:
+        spanning: Gives the larger region for the x that the block's region is called with.
+    """
+
+    __slots__ = ("spanning",)
+
+    def __init__(
+        self, spanning: Callable[[Tensor], SpanningRegion], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.spanning = spanning
+
+    def run_segments(self, segments: Sequence[Segment], x: Hidden, recomputing: bool) -> Hidden:
+        """Execute the one segment."""
+        (segment,) = segments
+        return self.hooks.run_segment(self, segment, _SpannedRegion(self, segment), x, recomputing)
+
+
+class _SpannedRegion(Region):
+    """The inside of one block, as the hooks around it know it."""
+
+    __slots__ = ()
+
+    run: SpanningRun
+
+    def __call__(self, x: Hidden) -> Hidden:
+        region = Region(self.run, self.segment)
+        if not isinstance(x, Tensor) or not can_recompute():
+            return region(x)
+        return self.run.spanning(x).run(self.segment.start, region, x)
