@@ -114,7 +114,7 @@ def written(value: float | None, unit: str) -> str:
 
     Args:
         value: The figure.
-        unit: ``"ms"`` has three decimals, ``"count"`` is a whole number; ``"bytes"`` and ``"short"`` are shortened, with
+        unit: ``"ms"`` has three decimals, ``"count"`` is whole; ``"bytes"`` and ``"short"`` are shortened, with
             binary and with decimal prefixes.
     """
     if value is None:
