@@ -172,8 +172,19 @@ def _rebuild(item: Any, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
     return item.rebuild(memo, tensors) if type(item) in _NODES else item
 
 
+_comparing: set[int] = set()
+
+
 def _same(item: Any, value: object, tensors: list[Tensor] | None) -> bool:
-    return bool(item.same(value, tensors)) if type(item) in _NODES else item is value
+    if type(item) not in _NODES:
+        return item is value
+    if id(item) in _comparing:  # a container or object that reaches itself
+        return True
+    _comparing.add(id(item))
+    try:
+        return bool(item.same(value, tensors))
+    finally:
+        _comparing.discard(id(item))
 
 
 class _TupleNode:
@@ -281,7 +292,7 @@ class _ObjectNode:
         if id(self) in memo:
             return memo[id(self)]
         original = self.reference()
-        if original is not None and self.same(original, tensors):
+        if original is not None and _same(self, original, tensors):
             memo[id(self)] = original
             return original
         base: Any = types.SimpleNamespace if self.kind is types.SimpleNamespace else object
@@ -332,22 +343,13 @@ def _same_array(one: Any, other: Any) -> bool:
     )
 
 
-_comparing: set[int] = set()
-
-
 def _same_attributes(
     attributes: dict[str, Any], value: object, tensors: list[Tensor] | None
 ) -> bool:
-    if id(attributes) in _comparing:  # an object that reaches itself
-        return True
-    _comparing.add(id(attributes))
-    try:
-        now = _attributes(value)
-        return attributes.keys() == now.keys() and all(
-            _same(item, now[name], tensors) for name, item in attributes.items()
-        )
-    finally:
-        _comparing.discard(id(attributes))
+    now = _attributes(value)
+    return attributes.keys() == now.keys() and all(
+        _same(item, now[name], tensors) for name, item in attributes.items()
+    )
 
 
 def _set_attributes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -32,10 +32,13 @@ class VersionGuard:
         return _Versions(run, segment)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _Versions:
     """The factory: compares versions when a recompute begins."""
 
-    __slots__ = ("run", "segment", "tensors", "versions")
+    __slots__ = ("run", "segment", "sides", "tensors", "versions")
 
     def __init__(self, run: Run, segment: Segment) -> None:
         self.run, self.segment = run, segment
@@ -43,27 +46,38 @@ class _Versions:
         for module in run.survey(segment).modules:
             for owned in (module._parameters, module._buffers):
                 self.tensors += [tensor for tensor in owned.values() if tensor is not None]
-        if run.args or run.kwargs:
-            self.tensors += tensors_in(run.side())
+        self.sides: dict[int, str] = {}  # what to call a side input's tensor, by id
+        args, kwargs = run.side()
+        for place, value in enumerate(args):
+            self._side(value, f"side input {place}")
+        for name, value in kwargs.items():
+            self._side(value, f"the side input {name!r}")
         self.tensors = [t for t in self.tensors if not (is_lazy(t) or t.is_inference())]
         self.versions = [tensor._version for tensor in self.tensors]
 
+    def _side(self, value: Any, name: str) -> None:
+        tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
+        self.tensors += tensors
+        for tensor in tensors:
+            self.sides.setdefault(id(tensor), name)
+
     def forward_done(self, failed: bool) -> None:
         """Leave out what the forward has changed itself."""
-        same = [t._version == version for t, version in zip(self.tensors, self.versions, strict=True)]
+        same = [
+            t._version == version for t, version in zip(self.tensors, self.versions, strict=True)
+        ]
         if not all(same):
             self.tensors = [t for t, unchanged in zip(self.tensors, same, strict=True) if unchanged]
-            self.versions = [v for v, unchanged in zip(self.versions, same, strict=True) if unchanged]
+            self.versions = [
+                v for v, unchanged in zip(self.versions, same, strict=True) if unchanged
+            ]
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
-        return self._checked()
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
+        """Compare: all that there is to do, when a recompute is about to begin."""
         for tensor, version in zip(self.tensors, self.versions, strict=True):
             if tensor._version != version:
                 raise RecomputeError(self._message(tensor, version))
-        yield
+        return _NOTHING
 
     def _message(self, tensor: Tensor, version: int) -> str:
         where = self.run.describe(self.segment.start, self.segment.stop)
@@ -79,13 +93,7 @@ class _Versions:
                 for name, value in owned.items():
                     if value is tensor:
                         return f"{kind} {name!r} of {self._path(module)}"
-        for name, value in self.run.kwargs.items():
-            if any(found is tensor for found in tensors_in(value)):
-                return f"a tensor of the side input {name!r}"
-        for place, value in enumerate(self.run.args):
-            if any(found is tensor for found in tensors_in(value)):
-                return f"a tensor of side input {place}"
-        return "a tensor"
+        return f"a tensor of {self.sides[id(tensor)]}"
 
     def _path(self, module: object) -> str:
         for index in range(self.segment.start, self.segment.stop):

@@ -1,0 +1,128 @@
+"""`VersionGuard`: what was changed in place between forward and backward is noticed, and named."""
+
+import pytest
+import torch
+from torch import nn
+
+from blockhooks import Checkpoint, HookChain, RecomputeError, VersionGuard, apply_blocks, plan
+from tests.agree import agree, leaf
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.register_buffer("mask", torch.ones(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x, shift=None, *, settings=None):
+        x = self.mix(x) * self.mask
+        x = x if shift is None else x + shift
+        return x if settings is None else x * settings["scale"][0]
+
+
+def change(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+CHANGES = {
+    "weight": (lambda b, s, k: b[1].mix[0].weight, r"parameter 'weight' of block 1 \(Block\)\.mix\.0 of shape \[4, 4\]"),
+    "buffer": (lambda b, s, k: b[1].mask, r"buffer 'mask' of block 1 \(Block\) of shape \[4\]"),
+    "positional": (lambda b, s, k: s, r"a tensor of side input 0 of shape \[4\]"),
+    "keyword": (lambda b, s, k: k["scale"][0], r"a tensor of the side input 'settings' of shape \[\]"),
+}
+
+
+@pytest.mark.parametrize(("pick", "message"), CHANGES.values(), ids=CHANGES)
+def test_the_error_names_what_was_changed(pick, message):
+    blocks, shift, settings = [Block(), Block()], torch.ones(4), {"scale": [torch.ones(())]}
+    out = apply_blocks(blocks, leaf(3, 4), shift, hooks=[Checkpoint()], settings=settings)
+    change(pick(blocks, shift, settings))
+    with pytest.raises(
+        RecomputeError,
+        match=rf"^block 1 \(Block\): {message} was modified in place between forward and backward "
+        r"\(version \d+, expected \d+\), so the recompute would use other values than the forward\. "
+        r"Run the backward before changing it \(step the optimizer after\), or change a copy\.$",
+    ):
+        out.sum().backward()
+
+
+def test_an_optimizer_step_before_the_backward_is_an_error():
+    blocks = nn.ModuleList([Block(), Block()])
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+    apply_blocks(blocks, leaf(3, 4), hooks=[Checkpoint()]).sum().backward()
+    out = apply_blocks(blocks, leaf(3, 4), hooks=[Checkpoint()])
+    optimizer.step()
+    with pytest.raises(RecomputeError, match="parameter 'weight' of block 1"):
+        out.sum().backward()
+
+
+def test_segments_of_several_blocks_name_the_block_too():
+    blocks = [Block() for _ in range(4)]
+    out = apply_blocks(blocks, leaf(3, 4), hooks=[Checkpoint(plan.every(2))])
+    change(blocks[2].mix[0].bias)
+    with pytest.raises(RecomputeError, match=r"^blocks 2\.\.3 \(Block\): parameter 'bias' of block 2 \(Block\)\.mix\.0"):
+        out.sum().backward()
+
+
+def test_a_shared_module_outside_of_the_blocks_tree():
+    shared = nn.Linear(4, 4)
+
+    def block(x):
+        return torch.tanh(shared(x))
+
+    out = apply_blocks([block], leaf(3, 4), hooks=[Checkpoint()])
+    change(shared.weight)
+    with pytest.raises(RecomputeError, match=r"block 0 \(block\): parameter 'weight' of Linear"):
+        out.sum().backward()
+
+
+def test_what_the_forward_changes_itself_is_not_guarded():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(4))
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.tanh(self.linear(x)) / self.calls.detach().clone()
+
+    def step(run):
+        blocks, xs = [Counts() for _ in range(3)], [leaf(3, 4, number=n) for n in range(3)]
+        losses = [run(blocks, x).sum() for x in xs]
+        for loss in losses:
+            loss.backward()
+        return blocks, xs
+
+    agree(step)
+
+
+def test_a_weight_of_another_segment_may_change():
+    blocks = [Block() for _ in range(2)]
+    x = leaf(3, 4)
+    one = apply_blocks(blocks[:1], x, hooks=[Checkpoint()])
+    two = apply_blocks(blocks[1:], x, hooks=[Checkpoint()])
+    change(blocks[1].mix[0].weight)
+    one.sum().backward()
+    with pytest.raises(RecomputeError, match="was modified in place"):
+        two.sum().backward()
+
+
+def test_without_it_the_gradients_are_wrong_unnoticed():
+    """The control, and the reason why it is in every chain."""
+    x = leaf(3, 4)
+    block = Block()
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    out = apply_blocks([block], x, hooks=HookChain([Checkpoint()], without=("VersionGuard",)))
+    change(block.mask)
+    assert not torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+def test_incremented_versions_are_changes():
+    block = Block()
+    out = apply_blocks([block], leaf(3, 4), hooks=[VersionGuard(), Checkpoint()])
+    torch.autograd.graph.increment_version(block.mask)
+    with pytest.raises(RecomputeError, match="buffer 'mask'"):
+        out.sum().backward()
