@@ -209,7 +209,7 @@ class _Source(torch.autograd.Function):
 
 def _root(results: Iterable[Tensor]) -> Tensor | None:
     needed = [t for t in results if t.requires_grad]
-    return _Source.apply(*needed) if needed else None  # type: ignore[no-untyped-call, no-any-return]
+    return _Source.apply(*needed) if needed else None  # type: ignore[no-untyped-call]
 
 
 class _Sink(torch.autograd.Function):

@@ -175,10 +175,11 @@ class Solver:
 
     Args:
         profile: What the blocks cost.
+        apart: Whether each segment has to be a single block, because somebody's own loop calls the blocks one by one.
     """
 
-    def __init__(self, profile: ChainProfile) -> None:
-        self.profile = profile
+    def __init__(self, profile: ChainProfile, *, apart: bool = False) -> None:
+        self.profile, self.apart = profile, apart
         self._predictions: dict[Segments, Prediction] = {}
         self._tables: dict[int, _Table] = {}
         self._tops: dict[int, Plan | None] = {}
@@ -200,6 +201,8 @@ class Solver:
         """Plans for where little memory is left: exactly the least, or by rule where that would nest too deep."""
         n = len(self.profile)
         plans = [self.plain, self.plan(first(n)(n))]
+        if self.apart:
+            return plans
         if n <= MAX_DEPTH:
             return [*plans, self.plan(self._least[1])]
         sizes = [2**power for power in range(1, n.bit_length())]
@@ -286,7 +289,11 @@ class Solver:
         if len(self.profile) > MOST_BLOCKS:
             return None
         if rung not in self._tables:
-            self._tables[rung] = _Table(self.profile, self.plain.peak // RUNG**rung)
+            self._tables[rung] = _Table(
+                self.profile,
+                self.plain.peak // RUNG**rung,
+                longest=1 if self.apart else len(self.profile),
+            )
         for segments in self._tables[rung].plans(budget):
             if max(segment.depth for segment in segments) <= MAX_DEPTH:
                 plan = self.plan(segments)
@@ -407,7 +414,8 @@ class _Table:
     one minimum do for all `s`.
     """
 
-    def __init__(self, profile: ChainProfile, top: int) -> None:
+    def __init__(self, profile: ChainProfile, top: int, longest: int) -> None:
+        self.longest = longest
         stages = _stages(profile)
         self.count = count = len(stages)
         self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count))
@@ -453,7 +461,7 @@ class _Table:
         forward = self.forward[:starts, None]
         if length:
             sums = np.empty((starts, width), np.float32)
-            for first in range(length):
+            for first in range(min(length, self.longest)):
                 # Recompute the blocks s..s+first as a segment, then the rest.
                 rest = self.shifted[length - first - 1, first + 1 : first + 1 + starts]
                 np.add(rest, self.costs[first, :starts], out=sums)
@@ -495,9 +503,9 @@ class _Table:
         """Return the choices behind ``cost(start, last)[free]``, block by block."""
         items: list[tuple[Mode, int] | Segment] = []
         while start < last:
-            lengths = np.arange(last - start)
+            lengths = np.arange(min(last - start, self.longest))
             parts = self.costs[lengths, start, free] - self.forward[start]
-            parts += self.shifted[lengths[::-1], start + 1 + lengths, free]
+            parts += self.shifted[last - start - 1 - lengths, start + 1 + lengths, free]
             cut = int(parts.argmin())
             best: tuple[np.float32, Mode | None] = (parts[cut], None)
             for way in self.ways[start]:

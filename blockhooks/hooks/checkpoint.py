@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from blockhooks.errors import HookError, PlanError
 from blockhooks.hookspecs import hookimpl
 from blockhooks.plan import PlanFunction, Segment, every
+from blockhooks.planner import Planner
+from blockhooks.rebuild import Rebuilder
 from blockhooks.recompute import Check, can_recompute, checkpointed
 from blockhooks.run import Hidden, Region, Run
 
 __all__ = ["Checkpoint"]
 
 CHECKS: Final = ("shapes", "values", "none")
+SELECTIVE_MIN_BYTES: Final = 16384
 
 
 class Checkpoint:
@@ -24,14 +28,18 @@ class Checkpoint:
     Args:
         plan: The plan function (see `blockhooks.plan`): which blocks make a segment, and which are kept. By default
             each block is a segment that is recomputed, ``every(1)``.
+        memory_budget: In place of a plan, the peak that a step may have, as ``"8GiB"``, as bytes, or as a float in
+            (0, 1]: a fraction of the plain loop's activation peak. The first step at each shape measures the blocks,
+            in little memory; from the second on the fastest plan within the budget holds. See `report`.
         early_stop: End a recompute once all saved tensors are back. Saves the end of each block (with a linear layer
             last a third of the recompute's FLOPs).
         check: What to compare between forward and recompute: ``"shapes"`` (shape, dtype and device of each saved
             tensor), ``"values"`` (every bit, too; recomputes to the end), or ``"none"``.
 
     Raises:
-        PlanError: If `plan` is not a plan function.
+        PlanError: If `plan` is not a plan function, or a plan and a budget are given.
         HookError: If `check` is none of the three.
+        BudgetError: If `memory_budget` is no budget; or, in the first step, if no plan keeps it.
 
     Note:
         Side: outside. A segment whose function changes its input in place, or is otherwise found impossible to
@@ -45,9 +53,14 @@ class Checkpoint:
         self,
         plan: PlanFunction | None = None,
         *,
+        memory_budget: str | int | float | None = None,
         early_stop: bool = True,
         check: Check = "shapes",
     ) -> None:
+        if plan is not None and memory_budget is not None:
+            raise PlanError(
+                f"Checkpoint has both plan={plan!r} and memory_budget={memory_budget!r}; give it one of them."
+            )
         if plan is not None and not callable(plan):
             raise PlanError(
                 f"Checkpoint(plan=...) expected a plan function such as blockhooks.plan.every(2), found {plan!r}."
@@ -58,26 +71,55 @@ class Checkpoint:
             )
         self.plan = every(1) if plan is None else plan
         self.early_stop, self.check = early_stop, check
+        self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
+        self.planner = (
+            None
+            if memory_budget is None
+            else Planner(memory_budget, {"selective": partial(self._rebuilder.forward, "a block")})
+        )
 
     @hookimpl
     def plan_segments(self, run: Run) -> tuple[Segment, ...]:
-        """Plan with the plan function."""
+        """Plan with the plan function, or for the memory budget."""
+        if self.planner is not None:
+            return self.planner.prepare(run)
         return tuple(self.plan(len(run.blocks)))
 
     @hookimpl
-    def run_segment(self, segment: Segment, region: Region, x: Hidden) -> Hidden | None:
+    def run_blocks(self, run: Run, x: Hidden) -> None:
+        """Plan for the memory budget, now that x is known."""
+        if self.planner is not None:
+            self.planner.plan(run, x)
+
+    @hookimpl
+    def run_segment(self, run: Run, segment: Segment, region: Region, x: Hidden) -> Hidden | None:
         """Checkpoint the region, if its segment is to be recomputed and gradients are enabled."""
-        if segment.mode != "recompute" or not can_recompute():
+        if segment.mode == "keep" or not can_recompute():
             return None
-        return checkpointed(
+        if segment.mode == "selective":
+            with self._rebuilder.forward(run.describe(segment.start, segment.stop)):
+                return region(x)
+        if segment.mode != "recompute":
+            return None
+        contexts = region.capture(x)
+        result = checkpointed(
             region,
             (x,),
-            contexts=region.capture(x),
+            contexts=contexts,
             early_stop=self.early_stop,
             check=self.check,
             describe=region.__str__,
             on_keep=region.keep,
         )
+        if self.planner is not None:
+            self.planner.measure(run, segment, region, x, contexts)
+        return result
+
+    def report(self) -> str:
+        """Tell the plan, or the memory budget and what is planned for each shape that was seen."""
+        return f"plan {self.plan!r}" if self.planner is None else self.planner.report()
 
     def __repr__(self) -> str:
+        if self.planner is not None:
+            return f"Checkpoint(memory_budget={self.planner.memory_budget!r})"
         return f"Checkpoint({self.plan!r})"

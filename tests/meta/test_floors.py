@@ -8,7 +8,7 @@ from tests.meta.source import modules, own_imports
 
 FLOORS = (
     ("errors", "plan", "structure", "report", "costs", "solver", "recipes"),
-    ("recompute", "memory", "timeline", "rebuild", "offloading"),
+    ("recompute", "memory", "timeline", "saved", "rebuild", "offloading", "measuring"),
     ("hookspecs", "run", "calls", "planner"),
     ("hooks",),
     ("chain",),
