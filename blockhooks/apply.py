@@ -96,9 +96,10 @@ def _plain(
             output = output if carry is None else carry(output)
             x = output if collect is None else collect(x, output)
     elif isinstance(x, Tensor):
+        side = bool(args or kwargs)
         for block in blocks:
-            x = block(x, *args, **kwargs)
-            if isinstance(x, (tuple, list)) and x:
+            x = block(x, *args, **kwargs) if side else block(x)
+            if type(x) is not Tensor and isinstance(x, (tuple, list)) and x:
                 x = x[0]
     else:
         for block in blocks:

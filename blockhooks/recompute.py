@@ -271,13 +271,16 @@ class _Frame(_PackHook):
 
     def _execute(self, arguments: Arguments, replay: _Replay) -> None:
         _RECOMPUTING.set(True)
-        now = _ambient()
+        modes, flags, grad = _modes(), _flags(), torch.is_grad_enabled()
+        forward_modes, forward_flags = self.ambient
         entered: list[contextlib.AbstractContextManager[Any]] = []
         failed: tuple[Any, Any, Any] = (None, None, None)
         torch.autocast_increment_nesting()
         try:
-            if now != self.ambient:
-                _switch(now, self.ambient)
+            if modes != forward_modes:
+                _switch(_MODE_SETTERS, modes, forward_modes)
+            if flags != forward_flags:
+                _switch(_FLAG_SETTERS, flags, forward_flags)
             for factory in self.contexts:
                 context = factory()
                 context.__enter__()
@@ -299,9 +302,12 @@ class _Frame(_PackHook):
                 failed = (None, None, None)  # no cycle of this frame and the exception
                 if torch.autocast_decrement_nesting() == 0:
                     torch.clear_autocast_cache()
-                after = _ambient()
-                if after != now:
-                    _switch(after, now)
+                torch._C._set_grad_enabled(grad)
+                left = _modes()
+                if left != modes:
+                    _switch(_MODE_SETTERS, left, modes)
+                if flags != forward_flags:
+                    _switch(_FLAG_SETTERS, _flags(), flags)
         replay.returned = True
 
 
@@ -470,8 +476,8 @@ def _autocast_devices() -> tuple[str, ...]:
 _devices: tuple[str, ...] = ()
 
 
-def _ambient() -> tuple[Any, ...]:
-    """What torch's operators depend on beside their arguments, in the groups of `_SETTERS`; cheap, read twice a region."""
+def _modes() -> tuple[Any, ...]:
+    """What a block may enter and leave: autocast, default dtype, and torch-function modes (default device)."""
     global _devices
     if not _devices:
         _devices = _autocast_devices()
@@ -482,6 +488,12 @@ def _ambient() -> tuple[Any, ...]:
         ),
         torch.get_default_dtype(),
         [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())],
+    )
+
+
+def _flags() -> tuple[Any, ...]:
+    """What selects the kernels of operators."""
+    return (
         (
             torch._C._get_flash_sdp_enabled(),
             torch._C._get_mem_efficient_sdp_enabled(),
@@ -499,7 +511,6 @@ def _ambient() -> tuple[Any, ...]:
             torch._C._get_deterministic_algorithms(),
             torch._C._get_deterministic_algorithms_warn_only(),
         ),
-        torch.is_grad_enabled(),
     )
 
 
@@ -538,18 +549,18 @@ def _set_backends(state: tuple[Any, ...]) -> None:
     torch._C._set_deterministic_algorithms(algorithms, warn_only=warn_only)
 
 
-_SETTERS: tuple[Callable[[Any], Any], ...] = (
-    _set_autocast,
-    torch.set_default_dtype,
-    _set_function_modes,
-    _set_sdpa,
-    _set_backends,
-    torch._C._set_grad_enabled,
-)
+def _ambient() -> tuple[Any, Any]:
+    """What torch's operators depend on beside their arguments."""
+    return _modes(), _flags()
 
 
-def _switch(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    for put, old, new in zip(_SETTERS, before, after, strict=True):
+_Setters = tuple[Callable[[Any], Any], ...]
+_MODE_SETTERS: _Setters = (_set_autocast, torch.set_default_dtype, _set_function_modes)
+_FLAG_SETTERS: _Setters = (_set_sdpa, _set_backends)
+
+
+def _switch(setters: _Setters, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    for put, old, new in zip(setters, before, after, strict=True):
         if old != new:
             put(new)
 
