@@ -5,6 +5,7 @@
     ├── HookError(TypeError)         a plugin, or what a hook returned, is not what the hook chain needs
     ├── RecomputeError(RuntimeError) a region could not be executed again as it was executed in the forward
     ├── AttachError(ValueError)      no blocks, or no suitable ones, were found in a model
+    ├── OffloadError(OSError)        a saved tensor could not be moved to the disk, or brought back from it
     ├── BudgetError(ValueError)      a memory budget cannot be kept
     └── MissingExtraError(ImportError) an optional dependency is not installed
     BlockhooksWarning(UserWarning)
@@ -28,6 +29,7 @@ __all__ = [
     "BudgetError",
     "HookError",
     "MissingExtraError",
+    "OffloadError",
     "PlanError",
     "RecomputeError",
 ]
@@ -69,6 +71,13 @@ class BudgetError(BlockhooksError, ValueError):
 
     floor: int | None = None
     plan: Any = None
+
+
+class OffloadError(BlockhooksError, OSError):
+    """A saved tensor could not be written to a file, or its file is gone or changed before the backward.
+
+    Common causes: a full disk, or something that cleans up temporary files while training runs.
+    """
 
 
 class MissingExtraError(BlockhooksError, ImportError):

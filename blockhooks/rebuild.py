@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from blockhooks.errors import RecomputeError
 from blockhooks.recipes import RECIPES, Recipe
+from blockhooks.saved import HookPair, Kept, Value, hooks_around
 
 __all__ = ["Rebuilder"]
 
 DEPTH = 6  # recipes one upon the other, so that what a backward computes stays in proportion
 
-_Pair: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Result: TypeAlias = tuple[Node, int]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,115 +62,44 @@ class Rebuilder:
                 forward.end()
 
 
-class _Value:
+class _Value(Value):
     """A tensor of the forward, as it stands in autograd's graph.
-
-    While a backward needs it several times it is held, since it was expensive to get.
 
     Attributes:
         depth: How many recipes stand upon each other.
-        saved: How many times autograd has saved it.
+        key: What the bits of a result made of it depend on besides values: dtype, layout, and how it is made itself.
     """
 
-    __slots__ = ("__weakref__", "_held", "_task", "_used", "depth", "saved")
-
-    def __init__(self, depth: int = 0) -> None:
-        self.depth = depth
-        self.saved = self._used = 0
-        self._held: Tensor | None = None
-        self._task = -1
-
-    @property
-    def key(self) -> Any:
-        """What the bits of a result made of it depend on besides values: dtype, layout, and how it is made itself."""
-        raise NotImplementedError
+    __slots__ = ()
+    depth: int
+    key: Any
 
     def peek(self) -> Tensor | None:
         """Return the tensor during the forward, if it is at hand and unchanged."""
         raise NotImplementedError
 
-    def get(self) -> Tensor:
-        """Return the tensor in the backward."""
-        raise NotImplementedError
 
-    def take(self) -> Tensor:
-        """Return the tensor for a use that autograd has saved it for."""
-        return self._fetch(1)
-
-    def hold(self) -> Tensor:
-        """Return the tensor for another use."""
-        return self._fetch(0)
-
-    def _fetch(self, uses: int) -> Tensor:
-        task = torch._C._current_graph_task_id()
-        if task == -1:  # a read of grad_fn._saved_*, outside of a backward
-            return self.get()
-        if task != self._task:
-            self._task, self._used, self._held = task, 0, None
-        self._used += uses
-        tensor = self.get() if self._held is None else self._held
-        if self._used >= self.saved:
-            self._held = None
-        elif self._held is None:
-            self._held = tensor
-            _at_end_of_backward(weakref.ref(self))
-        return tensor
-
-    def let_go(self) -> None:
-        """End a backward: nothing is held."""
-        self._held, self._task = None, -1
-
-
-def _at_end_of_backward(value: weakref.ref[_Value]) -> None:
-    def let_go() -> None:
-        alive = value()
-        if alive is not None:
-            alive.let_go()
-
-    torch.autograd.Variable._execution_engine.queue_callback(let_go)
-
-
-class _Kept(_Value):
+class _Kept(Kept, _Value):
     """A tensor that is kept."""
 
-    __slots__ = ("_maker", "_where", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, where: str) -> None:
-        super().__init__()
-        self._where, self.version = where, tensor._version
-        node = tensor.grad_fn
-        self._maker = None if node is None else type(node)
-        # An output of the node that saves it would keep that node alive, and so itself.
-        self.tensor = tensor if node is None else tensor.detach()
+    __slots__ = ()
+    depth = 0
 
     @property
     def key(self) -> Any:
         return _layout(self.tensor)
 
     def peek(self) -> Tensor | None:
-        return self.tensor if self.tensor._version == self.version else None
-
-    def get(self) -> Tensor:
-        found = self.tensor._version
-        if found != self.version:
-            maker = "" if self._maker is None else f", a result of {self._maker.__name__},"
-            raise RecomputeError(
-                f"{self._where}: one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(self.tensor.shape)}{maker} is at version {found}, "
-                f"expected version {self.version}. Change a copy of it, or run the backward first."
-            )
-        return self.tensor
-
-    take = hold = get
+        return self.tensor if self.unchanged else None
 
 
 class _Handed(_Value):
     """A tensor that was handed to the saved-tensor hooks around; at hand itself until the forward ends."""
 
     __slots__ = ("_packed", "_unpack", "key", "tensor", "version")
-    key: Any
+    depth = 0
 
-    def __init__(self, tensor: Tensor, pair: _Pair) -> None:
+    def __init__(self, tensor: Tensor, pair: HookPair) -> None:
         super().__init__()
         pack, self._unpack = pair
         self._packed = pack(tensor)
@@ -189,8 +117,7 @@ class _Handed(_Value):
 class _Rebuilt(_Value):
     """A tensor that was dropped, and its recipe."""
 
-    __slots__ = ("_constants", "_recipe", "_sources", "key")
-    key: Any
+    __slots__ = ("_constants", "_recipe", "_sources", "depth", "key")
 
     def __init__(
         self,
@@ -199,7 +126,8 @@ class _Rebuilt(_Value):
         constants: dict[str, Any],
         key: Any,
     ) -> None:
-        super().__init__(1 + max(source.depth for source in sources if source is not None))
+        super().__init__()
+        self.depth = 1 + max(source.depth for source in sources if source is not None)
         self.key = key
         self._recipe, self._sources, self._constants = recipe, sources, constants
 
@@ -217,7 +145,7 @@ class _Constant(_Value):
     """A number."""
 
     __slots__ = ("tensor",)
-    key = "number"
+    depth, key = 0, "number"
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -300,7 +228,7 @@ class _Forward:
     def __init__(self, rebuilder: Rebuilder, where: str) -> None:
         self.min_bytes, self.trusted = rebuilder.min_bytes, rebuilder.trusted
         self.where = where
-        self.outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.outer = hooks_around()
         self.begin = 0 if self.outer is None else torch._C._autograd._get_sequence_nr()
         self.values: dict[_Result, weakref.ref[_Value]] = {}
         self.handed: list[weakref.ref[_Handed]] = []
