@@ -5,8 +5,9 @@ weakly held, whether this one is routed; nothing is put on the instance, and `va
 `state_dict` are what they were. It also sees `layer.forward(...)` called directly, and lies inside the module's own
 hooks (FSDP's, accelerate's), which fire once. When the last routed instance of a class is gone, so is its `forward`.
 
-Two kinds of modules answer a call elsewhere, in their `__call__`, and are routed there: one that is compiled (a route
-inside would be compiled with it), and one with a `forward` among its own attributes.
+Some modules answer a call elsewhere. One that is compiled (a route inside would be compiled with it), or that has a
+`forward` among its own attributes, is routed in its class's `__call__`. If that `forward` is a hook of accelerate's,
+which calls the module's `_old_forward`, the route is there, inside of the hook.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _traced: dict[int, Route] = {}
 """The same by the module's id, which the compiler can follow; an id is taken out before it can be used again."""
 _entries: dict[tuple[type, str], _Entry] = {}
 _lock = threading.RLock()
+_HOOKED = "_old_forward"
+"""The attribute in which accelerate keeps the forward of a module that has one of its hooks."""
 
 
 def route(module: nn.Module, target: Route) -> None:
@@ -81,8 +84,11 @@ def _sweep() -> None:
 
 
 def _entry_of(module: nn.Module) -> tuple[type, str]:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return type(module), "__call__" if compiled or "forward" in vars(module) else "forward"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return type(module), "__call__"
+    if "forward" in vars(module):
+        return type(module), _HOOKED if _HOOKED in vars(module) else "__call__"
+    return type(module), "forward"
 
 
 class _Entry:
@@ -92,7 +98,7 @@ class _Entry:
         self.owner, self.name = owner, name
         self.members: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.original = vars(owner).get(name)
-        self.method = _method(owner, name, self.original)
+        self.method = _Slot() if name == _HOOKED else _method(owner, name, self.original)
         setattr(owner, name, self.method)
 
     def remove(self) -> None:
@@ -126,3 +132,23 @@ def _method(owner: type, name: str, original: Any) -> Callable[..., Any]:
         return plain(*args, **kwargs) if target is None else target(plain, args, kwargs)
 
     return method
+
+
+class _Slot:
+    """The instances' attribute `_old_forward`, seen through their class: it gives the way through the route."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None or _HOOKED not in vars(module):
+            raise AttributeError(_HOOKED)
+        return functools.partial(_through, module, vars(module)[_HOOKED])
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)[_HOOKED] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[_HOOKED]
+
+
+def _through(module: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    target = _routes.get(module)
+    return plain(*args, **kwargs) if target is None else target(plain, args, kwargs)

@@ -274,6 +274,44 @@ def test_a_module_with_a_forward_of_its_own_is_routed_too():
     assert "__call__" not in vars(type(hooked.layers[0]))
 
 
+def with_a_hook(module, events):
+    """Put a hook on a module as accelerate does."""
+    module._old_forward = module.forward
+
+    def forward(*args, **kwargs):
+        events.append("before")
+        output = module._old_forward(*args, **kwargs)
+        events.append("after")
+        return output
+
+    module.forward = forward
+
+
+@pytest.mark.parametrize("first", ["hooks", "accelerate"])
+def test_hooks_of_accelerate_stay_outside_and_fire_once(first):
+    plain, events = Loop(3), []
+    hooked = copy.deepcopy(plain)
+    if first == "accelerate":
+        for layer in hooked.layers:
+            with_a_hook(layer, events)
+    before = attributes(hooked)
+    with attach(hooked, [Checkpoint()]) as handle:
+        assert attributes(hooked) == before
+        if first == "hooks":
+            for layer in hooked.layers:
+                with_a_hook(layer, events)
+        assert same(step(plain, sequence()), step(hooked, sequence()))
+        assert events == ["before", "after"] * 3
+        assert handle.report().dropped_bytes > 0
+        for layer in hooked.layers[:2]:  # taken off while we are attached
+            layer.forward = layer._old_forward
+            del layer._old_forward
+            assert not hasattr(layer, "_old_forward")
+        assert same(step(plain, sequence()), step(hooked, sequence()))
+    assert same(step(plain, sequence()), step(hooked, sequence()))
+    assert "_old_forward" not in vars(type(hooked.layers[0]))
+
+
 def wrapped(forward):
     return lambda x: forward(x) * 2
 
