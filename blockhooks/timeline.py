@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cache, partial
@@ -34,13 +34,14 @@ __all__ = [
     "FORWARD",
     "RECOMPUTE",
     "FlopCounter",
-    "Saved",
+    "Sizes",
     "Span",
     "Step",
     "Timeline",
     "Watch",
     "active_hooks",
     "autograd_is_plain",
+    "identities",
     "nodes_since",
     "saved_in_graph",
     "saved_through",
@@ -312,6 +313,7 @@ class Step:
         tokens: Tokens that went through the first of them, where x tells.
         flops: Counts operations, if they are counted in this step.
         counted: The blocks whose operations are counted.
+        storages: Those whose bytes are counted already.
     """
 
     def __init__(self, number: int, timeline: Timeline, recorded: bool) -> None:
@@ -324,6 +326,7 @@ class Step:
         self.tokens: int | None = None
         self.flops: FlopCounter | None = None
         self.counted: set[str] = set()
+        self.storages: set[StorageWeakRef] = set()
 
     def block(self, index: int, name: str) -> BlockStep:
         """Return what is known of a block."""
@@ -435,66 +438,42 @@ def _thinned(samples: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------- saved tensors
 
 
-class Saved(NamedTuple):
-    """Bytes of distinct storages that autograd saved for a block, besides parameters and side inputs.
-
-    Attributes:
-        others: Of storages that are not x.
-        x: Of x, if it was saved.
-    """
-
-    others: int
-    x: int
-
-    @classmethod
-    def of(cls, seen: Mapping[int, int], without: Collection[int], x: Mapping[int, int]) -> Saved:
-        """Sort storages, given as of `sizes`, by those of x, those that do not count, and the others."""
-        of_x = sum(nbytes for key, nbytes in x.items() if key in seen)
-        others = (nbytes for key, nbytes in seen.items() if key not in x and key not in without)
-        return cls(sum(others), of_x)
+Sizes = dict[StorageWeakRef, int]
+"""Bytes of storages. A weak reference keeps a storage's identity, not its memory: an address can be used again."""
 
 
 @contextmanager
-def saved_through(hooks: tuple[Any, Any]) -> Iterator[dict[int, int]]:
+def saved_through(hooks: tuple[Any, Any]) -> Iterator[Sizes]:
     """Count the distinct storages that go to a pair of saved-tensor hooks within a ``with`` statement.
 
     Each tensor is handed on to that pair, so what a segment drops is dropped and what an offloader moves is moved.
 
     Args:
         hooks: The active pair, from `active_hooks`.
-
-    Yields:
-        The bytes of the storages by their identities, once the statement has ended.
     """
-    # A weak reference keeps the storage's identity, not its memory: an address can be used again.
-    seen: dict[StorageWeakRef, int] = {}
+    seen: Sizes = {}
     pack, unpack = hooks
 
     def hand_on(tensor: Tensor) -> Any:
-        for storage in storages(tensor):
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            seen.setdefault(reference, _nbytes(tensor, storage))
+        _see(tensor, seen)
         return pack(tensor)
 
-    found: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(hand_on, unpack):
-        yield found
-    found.update({reference.cdata: nbytes for reference, nbytes in seen.items()})
+        yield seen
 
 
-def saved_in_graph(nodes: Iterable[Node]) -> dict[int, int]:
-    """Return the bytes of the distinct storages that nodes of autograd's graph hold, by their identities.
+def saved_in_graph(nodes: Iterable[Node]) -> Sizes:
+    """Return the distinct storages that nodes of autograd's graph hold.
 
     Only looks, where `saved_through` would take autograd's place: hooks change which functions can be called.
     """
-    seen: dict[int, int] = {}
+    seen: Sizes = {}
     for node in nodes:
         for name in _names_of_saved(type(node)):
             value = getattr(node, name) or ()
             for saved in value if isinstance(value, tuple) else (value,):
                 if isinstance(saved.data, Tensor):
-                    for storage in storages(saved.data):
-                        seen.setdefault(storage._cdata, _nbytes(saved.data, storage))
+                    _see(saved.data, seen)
     return seen
 
 
@@ -503,9 +482,25 @@ def _names_of_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _nbytes(tensor: Tensor, storage: torch.UntypedStorage) -> int:
-    """Return what a saved tensor counts: nothing if it is a parameter, known or not."""
-    return 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
+def _see(tensor: Tensor, seen: Sizes) -> None:
+    parameter = tensor.is_leaf and tensor.requires_grad  # known or not
+    for storage in storages(tensor):
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        seen.setdefault(reference, 0 if parameter else storage.nbytes())
+
+
+def sizes(tensors: Iterable[Tensor]) -> Sizes:
+    """Return the storages of tensors."""
+    return {
+        StorageWeakRef(storage): storage.nbytes()  # type: ignore[no-untyped-call]
+        for tensor in tensors
+        for storage in storages(tensor)
+    }
+
+
+def identities(tensors: Iterable[Tensor]) -> set[int]:
+    """Return what tells the storages of tensors apart while they live: the ``cdata`` of references to them."""
+    return {storage._cdata for tensor in tensors for storage in storages(tensor)}
 
 
 def active_hooks() -> tuple[Any, Any] | None:
@@ -548,8 +543,3 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
-
-
-def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the storages of tensors, by what tells storages apart while they live."""
-    return {s._cdata: s.nbytes() for tensor in tensors for s in storages(tensor)}

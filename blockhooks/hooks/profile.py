@@ -32,12 +32,13 @@ from blockhooks.timeline import (
     FORWARD,
     RECOMPUTE,
     FlopCounter,
-    Saved,
+    Sizes,
     Step,
     Timeline,
     Watch,
     active_hooks,
     autograd_is_plain,
+    identities,
     nodes_since,
     saved_in_graph,
     saved_through,
@@ -48,7 +49,7 @@ from blockhooks.timeline import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from blockhooks.plan import Segment
+    from blockhooks.plan import Mode, Segment
     from blockhooks.run import Block, Hidden, Run
 
 __all__ = ["Profile"]
@@ -126,20 +127,22 @@ class Profile:
         step = self._step_of(executed, x)
         if not step.recorded:
             return (yield)
-        run.state[self] = _Recording(step, names)
+        run.state[self] = recording = _Recording(step, names)
         step.runs += 1
         try:
-            return (yield)
+            result = yield
         finally:
             step.runs -= 1
             step.timeline.end = step.timeline.now()
             self._chain, self._segments = run.hooks.describe(), run.segments
+        self._counted.update(recording.settle())
+        return result
 
     @hookimpl(wrapper=True)
     def run_segment(
         self, run: Run, segment: Segment, recomputing: bool
     ) -> Generator[None, Any, Any]:
-        """Know the segments around a block, and which of them dropped what autograd saved."""
+        """Know the segments around a block."""
         recording: _Recording | None = run.state.get(self)
         if recording is None or recomputing:
             return (yield)
@@ -148,8 +151,6 @@ class Profile:
             return (yield)
         finally:
             recording.segments.pop()
-            if segment in run.kept and not recording.segments:
-                recording.note_kept(segment)
 
     @hookimpl(wrapper=True)
     def run_block(
@@ -177,8 +178,8 @@ class Profile:
         if x_sizes is not None:
             if seen is None:
                 seen = saved_in_graph(nodes_since(began, outputs))
-            saved_bytes = Saved.of(seen, _not_counted(run, block), x_sizes)
-            recording.note_saved(index, saved_bytes, sum(x_sizes.values()), mode.dropping)
+            ends = recording.ends(index, x_sizes, result)
+            recording.note_saved(index, mode, seen, _not_counted(run, block), ends)
             recording.count_flops(index, nodes_since(began, outputs))
         recording.watch(index, inputs, outputs)
         self._refresh(recording.step)
@@ -192,7 +193,6 @@ class Profile:
         if before and before.mode == mode and step.number - before.step < COUNT_EVERY:
             block.take_counted(before.block)
             return True
-        self._counted[name] = _Counted(mode, step.number, block)
         if self._flops:
             step.count_flops(name)
         return False
@@ -427,6 +427,32 @@ class _Counted(NamedTuple):
     block: BlockStep
 
 
+class _Ends(NamedTuple):
+    """What a block begins and ends with.
+
+    Attributes:
+        x: Storages of its input.
+        result: Those of its result, as identities.
+        begins: Whether it is the first block of an outermost segment.
+        mode: The mode of the innermost segment that does not keep.
+    """
+
+    x: Sizes
+    result: set[int]
+    begins: bool
+    mode: Mode
+
+
+class _Saved(NamedTuple):
+    """What autograd saved in the forward of a block; what became of it is known when the run is over."""
+
+    name: str
+    mode: _Mode
+    seen: Sizes
+    without: set[int]
+    ends: _Ends
+
+
 class _Recording:
     """One run in a step that is recorded: what the hooks know of it.
 
@@ -442,6 +468,7 @@ class _Recording:
         self.step = step
         self.names = names
         self.segments: list[Segment] = []
+        self._saved: list[_Saved] = []
         # Not the hooks themselves: a profile keeps nothing of the user's alive.
         self._around = _identity(active_hooks())
 
@@ -461,34 +488,60 @@ class _Recording:
         """Whether what autograd saves under these hooks goes to a segment, and not where it goes around the run."""
         return _identity(hooks) != self._around
 
-    def note_saved(self, index: int, saved: Saved, x_bytes: int, dropped: bool) -> None:
-        """Take down what autograd saved in the forward of a block.
+    def ends(self, index: int, x: Sizes, result: Hidden) -> _Ends:
+        """Note what a block began and ended with."""
+        begins = bool(self.segments) and index == self.segments[0].start
+        modes = (segment.mode for segment in reversed(self.segments) if segment.mode != "keep")
+        return _Ends(x, identities(_tensors(result)), begins, next(modes, "recompute"))
+
+    def note_saved(
+        self, index: int, mode: _Mode, seen: Sizes, without: set[int], ends: _Ends
+    ) -> None:
+        """Note what autograd saved in the forward of a block.
 
         Args:
             index: The block's index.
-            saved: Bytes besides x, and of x.
-            x_bytes: Bytes of x, saved or not.
-            dropped: Whether a segment took them.
+            mode: How it was executed.
+            seen: The storages that were saved.
+            without: Identities of those that are not counted.
+            ends: What the block began and ended with.
         """
-        block = self.step.block(index, self.names[index])
-        if not dropped:
-            block.kept_bytes, block.x_bytes = saved
-            return
-        block.mode = next(
-            (s.mode for s in reversed(self.segments) if s.mode != "keep"), "recompute"
-        )
-        if self.segments and index == self.segments[0].start:
-            # A region keeps its input, whether or not the block would have (R2).
-            block.dropped_bytes, block.x_bytes = saved.others, x_bytes
-        else:
-            block.dropped_bytes = sum(saved)
+        self._saved.append(_Saved(self.names[index], mode, seen, without, ends))
 
-    def note_kept(self, segment: Segment) -> None:
-        """Take down that a segment kept after all what its blocks seemed to drop."""
-        for index in segment.indices:
-            block = self.step.block(index, self.names[index])
-            block.kept_bytes += block.dropped_bytes
-            block.dropped_bytes, block.mode = 0, "keep"
+    def settle(self) -> dict[str, _Counted]:
+        """Take down the bytes of each block, now that all segments have dropped what they drop."""
+        counted = {}
+        for saved in self._saved:
+            block = self.step.blocks[saved.name]
+            self._sort(saved, block)
+            counted[saved.name] = _Counted(saved.mode, self.step.number, block)
+        self._saved.clear()
+        return counted
+
+    def _sort(self, saved: _Saved, block: BlockStep) -> None:
+        """Divide what was saved into what was dropped, what is kept, and x."""
+        x, already, dropping = saved.ends.x, self.step.storages, saved.mode.dropping
+        kept = dropped = of_x = inside = 0
+        for storage, nbytes in saved.seen.items():
+            if storage in already or (storage.cdata in saved.without and storage not in x):
+                continue
+            if dropping and storage.expired():  # type: ignore[no-untyped-call]
+                dropped += nbytes
+                continue
+            already.add(storage)
+            if storage in x:
+                of_x += x[storage]
+            else:
+                kept += nbytes
+                inside += 0 if storage.cdata in saved.ends.result else nbytes
+        if dropped and not inside and saved.ends.begins:
+            # A region keeps its input, whether or not the block would have (R2).
+            of_x += sum(nbytes for storage, nbytes in x.items() if storage not in already)
+            already.update(x)
+        block.kept_bytes, block.dropped_bytes, block.x_bytes = kept, dropped, of_x
+        # A plugin that drops a part of what is saved needs no segment of another mode for it.
+        mode = "selective" if inside and saved.ends.mode == "recompute" else saved.ends.mode
+        block.mode = mode if dropped else "keep"
 
     def count_flops(self, index: int, nodes: Iterable[Node]) -> None:
         """Count the operations of a block's backward, if those of the block are counted in this step."""
@@ -562,10 +615,10 @@ def _device_name(device: torch.device) -> str:
     )
 
 
-def _not_counted(run: Run, block: Block) -> Collection[int]:
+def _not_counted(run: Run, block: Block) -> set[int]:
     """Return the storages that a block does not keep: parameters, buffers, and side inputs."""
     own = chain(block.parameters(), block.buffers()) if isinstance(block, nn.Module) else ()
-    return sizes(chain(own, _tensors((run.args, run.kwargs))))
+    return identities(chain(own, _tensors((run.args, run.kwargs))))
 
 
 def _versions() -> dict[str, str]:

@@ -272,16 +272,23 @@ def test_recompute_within_a_segments_backward_is_no_time_of_that_backward():
 
 @pytest.mark.parametrize("strategy", [list, lambda: [Checkpoint()]], ids=["plain", "checkpoint"])
 def test_the_phases_and_the_rest_add_up_to_the_wall_time(strategy):
-    blocks, profile = [Sleep(10, 20) for _ in range(4)], Profile()
-    x, head = torch.ones(4), Sleep(30, 30)
-    began = time.perf_counter()
-    head(apply_blocks(blocks, x, hooks=[*strategy(), profile])).sum().backward()
-    wall = (time.perf_counter() - began) * 1e3
-    ms = profile.to_dict()["totals"]["ms"]
-    parts = [ms[part]["mean"] for part in ("forward", "recompute", "backward", "rest")]
-    assert sum(parts) == pytest.approx(ms["wall"]["mean"], rel=1e-9)
-    assert ms["wall"]["mean"] == pytest.approx(wall, rel=0.03)
-    assert ms["rest"]["mean"] >= 60  # the head
+    blocks, x, head = [Sleep(10, 20) for _ in range(4)], torch.ones(4), Sleep(30, 30)
+
+    def step():
+        profile = Profile()
+        began = time.perf_counter()
+        head(apply_blocks(blocks, x, hooks=[*strategy(), profile])).sum().backward()
+        wall = (time.perf_counter() - began) * 1e3
+        return profile.to_dict()["totals"]["ms"], wall
+
+    def adds_up(ms, wall):
+        parts = [ms[part]["mean"] for part in ("forward", "recompute", "backward", "rest")]
+        assert sum(parts) == pytest.approx(ms["wall"]["mean"], rel=1e-9)
+        assert ms["rest"]["mean"] >= 60  # the head
+        return ms["wall"]["mean"] == pytest.approx(wall, rel=0.03)
+
+    # A busy machine may take any time between the two clocks' readings.
+    assert any(adds_up(*step()) for _ in range(5))
 
 
 def test_spans_nest():
@@ -475,6 +482,52 @@ def test_a_storage_saved_twice_and_buffers_and_side_inputs_are_not_counted_again
     apply_blocks([Mask()], hidden(), mask, hooks=profile).sum().backward()
     assert column(profile, "kept_bytes") == [HIDDEN_BYTES]
     assert column(profile, "x_bytes") == [0]
+
+
+def test_what_two_blocks_save_is_counted_once():
+    blocks = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH),
+    ]  # the ReLU's result is the next one's x
+    x, profile = hidden(), Profile()
+    with memory.peak("cpu") as meter:
+        y = apply_blocks(blocks, x, hooks=profile)
+    assert column(profile, "kept_bytes") == [0, HIDDEN_BYTES, 0]
+    assert column(profile, "x_bytes") == [HIDDEN_BYTES, 0, 0]
+    assert meter.now == sum(column(profile, "kept_bytes")) + y.nbytes
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_a_part_that_is_dropped_is_told_by_what_is_alive(order):
+    class Half:
+        """Drops what is saved of one size, and gives it back from a copy that nobody counts."""
+
+        def pack(self, tensor):
+            return (
+                tensor.numpy(force=True).copy()
+                if tensor.shape[-1] == WIDTH // 2
+                else tensor.detach()
+            )
+
+        def unpack(self, packed):
+            return packed if isinstance(packed, torch.Tensor) else torch.from_numpy(packed)
+
+        @hookimpl(wrapper=True)
+        def run_segment(self):
+            with saved_tensors_hooks(self.pack, self.unpack):
+                return (yield)
+
+    block = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH // 2), nn.GELU(), nn.Linear(WIDTH // 2, WIDTH), nn.GELU()
+    )
+    profile = Profile()
+    hooks = [Half(), profile] if order == "inside" else [profile, Half()]
+    apply_blocks([block], hidden(), hooks=hooks).sum().backward()
+    assert column(profile, "dropped_bytes") == [HIDDEN_BYTES]  # two of half the width
+    assert column(profile, "kept_bytes") == [HIDDEN_BYTES]
+    assert column(profile, "x_bytes") == [HIDDEN_BYTES]
+    assert column(profile, "mode") == ["selective"]
 
 
 def test_bytes_are_counted_again_when_x_changes():
