@@ -126,6 +126,7 @@ class _Place:
     ) -> None:
         self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
         self.known = name in learned.changing
+        compare = compare and not _wraps(tensor)
         # Parameters are large, and hardly ever changed: a copy of each would be most of what a region holds.
         by_sums = compare and not self.known and isinstance(tensor, nn.Parameter)
         self.before = _clone(tensor) if (self.known or compare) and not by_sums else None
@@ -139,7 +140,9 @@ class _Place:
         # Through .data and NumPy no version is counted.
         if self.sums is not None:
             return self.sums != _sums(self.tensor)
-        return self.before is not None and not _equal(self.before, self.tensor)
+        if self.before is None or _wraps(self.tensor):
+            return False
+        return not _equal(self.before, self.tensor)
 
     def fresh(self) -> Tensor:
         """The tensor as it was before the forward, for one recompute."""
@@ -150,7 +153,18 @@ class _Place:
         return copy.requires_grad_(self.tensor.requires_grad and self.tensor.is_leaf)
 
 
+def _wraps(tensor: Tensor | None) -> bool:
+    """Whether a tensor is a wrapper of others (DTensor), which has no memory of its own."""
+    kind = type(tensor)
+    if kind is nn.Parameter or kind is Tensor or tensor is None:  # nearly always
+        return False
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def _clone(tensor: Tensor) -> Tensor:
+    if _wraps(tensor):
+        with torch.no_grad():
+            return tensor.detach().clone()
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         return tensor.detach().clone()
 
@@ -242,7 +256,9 @@ class _State:
             learned.changing.update(("running_mean", "running_var"))
         compare = not lazy and learned.due(module.training)
         for name in _REGISTRIES:
-            self._registry(attributes[name])
+            # Sharded parameters (FSDP) are swapped for whole ones, at times that the recompute has no say in.
+            if name != "_parameters" or not any(map(_wraps, module._parameters.values())):
+                self._registry(attributes[name])
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_lazy(parameter):
                 self.flags.append((parameter, parameter.requires_grad))
