@@ -18,7 +18,14 @@ from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
 from blockhooks.lowering import lower
-from blockhooks.models.find import Blocks, Stack, find_stacks, inner_stacks, select_stacks
+from blockhooks.models.find import (
+    Blocks,
+    Stack,
+    count_calls,
+    find_stacks,
+    inner_stacks,
+    select_stacks,
+)
 from blockhooks.models.intercept import is_routed, route, unroute
 from blockhooks.models.report import (
     AttachReport,
@@ -44,6 +51,7 @@ def attach(
     hooks: Hooks = (),
     *,
     blocks: Blocks | Iterable[Blocks] | None = None,
+    example: Any = None,
 ) -> Handle:
     """Put hooks on the blocks of a model, without changing anything about the model.
 
@@ -57,6 +65,9 @@ def attach(
         blocks: Which modules are blocks. By default the stacks of repeated modules, found by structure. Else one or
             several of: a module path (a container stands for its members), a pattern in which ``*`` is one part of a
             path and ``**`` any number, a class or the name of one, a module, a predicate ``(path, module) -> bool``.
+        example: Inputs for one real forward, of a copy without gradients, to see what is called and how often: a tuple
+            or list of arguments, a dict of keywords, or one argument. Only where structure alone does not tell, as with
+            one module that is applied many times.
 
     Returns:
         A handle with `remove` and `report`; also a context manager that removes the hooks at its end.
@@ -70,7 +81,7 @@ def attach(
     """
     chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
     if blocks is None:
-        outer = find_stacks(model)
+        outer = find_stacks(model, None if example is None else count_calls(model, example))
         inner = inner_stacks(outer)
     else:
         outer, inner = select_stacks(model, blocks), []

@@ -8,19 +8,25 @@ a leaf module. The level with the least wins, so that a list of experts is never
 
 from __future__ import annotations
 
+import copy
 import difflib
+import random
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from blockhooks.errors import AttachError
 
-__all__ = ["Blocks", "Stack", "find_stacks", "inner_stacks", "select_stacks"]
+__all__ = ["Blocks", "Stack", "count_calls", "find_stacks", "inner_stacks", "select_stacks"]
 
 Blocks = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 """What names blocks: a module path, a pattern of one, a class or its name, a module, or a predicate."""
@@ -60,11 +66,13 @@ class Stack:
         return ", ".join(name for name, _ in counts.most_common())
 
 
-def find_stacks(model: nn.Module) -> list[Stack]:
+def find_stacks(model: nn.Module, calls: Mapping[str, int] | None = None) -> list[Stack]:
     """Find the stacks of repeated blocks of a model by its structure.
 
     Args:
         model: Any module.
+        calls: How often each module was called in one real forward, by path, from `count_calls`. With it, modules that
+            are called several times are blocks too, and what was never called is none.
 
     Returns:
         Disjoint stacks in the order of `model.named_modules()`.
@@ -72,7 +80,7 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     Raises:
         AttachError: If nothing is repeated; the message lists the containers that were looked at.
     """
-    finder = _Finder()
+    finder = _Finder(calls)
     for rule in (finder.listed, finder.alike, finder.leaves):
         stacks = _disjoint(finder.search("", model, rule))
         if stacks:
@@ -80,9 +88,53 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     raise AttachError(
         f"no repeated blocks were found in {type(model).__name__}; expected a list or numbered attributes of at "
         f"least two modules of one class that hold parameters. {_containers(model)} "
+        "If one module is applied several times, show it: attach(model, hooks=..., example=inputs). "
         "Name them: attach(model, hooks=..., blocks=[...]) takes module paths, patterns such as 'encoder.*', "
         "classes, or a predicate (name, module) -> bool."
     )
+
+
+def count_calls(model: nn.Module, example: Any) -> Counter[str]:
+    """Count the calls of each module in one real forward, by path; a copy of the model runs, without gradients.
+
+    Args:
+        model: Any module that can be copied.
+        example: What it is called with: a tuple or list of arguments, a dict of keywords, or one argument.
+    """
+    copied = copy.deepcopy(model)
+    args, kwargs = (), {}
+    if isinstance(example, Mapping):
+        kwargs = dict(example)
+    else:
+        args = tuple(example) if isinstance(example, tuple | list) else (example,)
+    paths = {id(module): path for path, module in copied.named_modules()}
+    calls: Counter[str] = Counter()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if id(module) in paths:
+            calls[paths[id(module)]] += 1
+
+    watching = register_module_forward_pre_hook(note)
+    try:
+        with torch.no_grad(), _rngs_kept():
+            copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    finally:
+        watching.remove()
+    return calls
+
+
+@contextmanager
+def _rngs_kept() -> Iterator[None]:
+    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(range(accelerators)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(state)
 
 
 def inner_stacks(stacks: Iterable[Stack]) -> list[Stack]:
@@ -141,7 +193,8 @@ def callable_forward(module: nn.Module) -> bool:
 class _Finder:
     """Searches one model; remembers what it has counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Mapping[str, int] | None = None) -> None:
+        self.calls = calls
         self.counted: dict[int, int] = {}
 
     def search(
@@ -151,7 +204,7 @@ class _Finder:
         children = list(_children(path, module))
         stacks: list[Stack] = []
         covered: set[str] = set()
-        for group in rule(path, module):
+        for group in self.called(rule(path, module), path, module):
             covered.update(member for member, _ in group)
             stacks += self.level(Stack(tuple(group)), rule)
         for name, child in children:
@@ -180,6 +233,19 @@ class _Finder:
             return [stack]
         rest = tuple(member for member in stack.members if not inner[member[0]])
         return ([Stack(rest)] if rest else []) + found
+
+    def called(
+        self, groups: list[list[Member]], path: str, module: nn.Module
+    ) -> list[list[Member]]:
+        """Leave out what was never called, and add what was called several times."""
+        if self.calls is None:
+            return groups
+        groups = [[member for member in group if self.calls.get(member[0])] for group in groups]
+        grouped = {member[0] for group in groups for member in group}
+        for child in _children(path, module):
+            if self.calls.get(child[0], 0) > 1 and child[0] not in grouped and self.suits(child[1]):
+                groups.append([child])
+        return [group for group in groups if group]
 
     def listed(self, path: str, module: nn.Module) -> list[list[Member]]:
         """Group what a list holds, and attributes of one class whose names differ only in a number."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from blockhooks import AttachError, Checkpoint, attach
 from blockhooks.models.find import find_stacks, inner_stacks, select_stacks
-from tests.models.toys import MODELS, WIDTH, Block, Loop, Mixer, Vision
+from tests.models.toys import MODELS, WIDTH, Block, Loop, Mixer, Vision, sequence
 
 
 def paths(stacks):
@@ -88,7 +88,7 @@ def test_the_error_lists_the_containers_that_were_looked_at():
     model = nn.Module()
     model.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     expected = (
-        r"no repeated blocks .* Containers found: features: Sequential of 2 x Conv2d, 1 x ReLU\. Name "
+        r"no repeated blocks .* Containers found: features: Sequential of 2 x Conv2d, 1 x ReLU\. If .* Name "
         r"them: attach\(model, hooks=\.\.\., blocks="
     )
     with pytest.raises(AttachError, match=expected):
@@ -100,6 +100,45 @@ def test_the_error_lists_the_containers_that_were_looked_at():
 def test_parts_of_blocks_are_found_for_models_that_never_call_the_blocks():
     outer = find_stacks(MODELS["parts"][0]())
     assert [stack.name for stack in inner_stacks(outer)] == [f"layers.{i}.parts" for i in range(4)]
+
+
+class Universal(nn.Module):
+    """One module, held by no list, applied many times; and a list that is not used."""
+
+    def __init__(self, unused=0):
+        super().__init__()
+        self.embed, self.block = nn.Linear(WIDTH, WIDTH), Block()
+        self.unused = nn.ModuleList([Mixer() for _ in range(unused)])
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, times=3):
+        self.steps += 1
+        x = self.embed(x)
+        for _ in range(times):
+            x = self.block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "example", [sequence(), (sequence(), 4), [sequence()], {"x": sequence(), "times": 2}]
+)
+def test_one_module_applied_many_times_is_found_in_a_real_call(example):
+    model = Universal(unused=2)
+    rng = torch.get_rng_state()
+    with attach(model, [Checkpoint()], example=example) as handle:
+        assert [stack["name"] for stack in handle.report().stacks] == [""]
+        model(sequence())
+        (stack,) = handle.report().stacks
+        assert [(block["name"], block["calls"]) for block in stack["blocks"]] == [("block", 3)]
+    assert model.steps == 1
+    assert not torch.equal(rng, torch.get_rng_state())  # by our own call alone
+    torch.set_rng_state(rng)
+    with attach(model, [Checkpoint()], example=example):
+        assert torch.equal(rng, torch.get_rng_state())
+    with pytest.raises(
+        AttachError, match=r"If one module is applied several times, show it: .*example=inputs"
+    ):
+        attach(Universal(), [Checkpoint()])
 
 
 SELECTED = {
