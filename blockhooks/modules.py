@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +49,13 @@ class HookedBlocks(nn.ModuleList):
             self, x, *args, hooks=() if self.chain is None else self.chain, **kwargs
         )
 
+    def __getitem__(self, index: Any) -> Any:
+        """One block, or for a slice the blocks of it with the same hook chain."""
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.chain = self.chain
+        return found
+
 
 def _chain(hooks: Hooks) -> HookChain | None:
     """Build a chain once; None where there are no hooks, so that the plain loop stays one."""
@@ -59,9 +67,10 @@ def _chain(hooks: Hooks) -> HookChain | None:
 class HookedBlock(nn.Module):
     """One block that runs through a hook chain, inside of anybody's loop.
 
-    It *is* the block in all but its call: both have the same attributes, parameters, buffers, children and module hooks
-    (the very same dict), so `state_dict`, `named_parameters` and `repr` are those of the block. What the block returns
-    is returned as it is; hooks see its first argument as x, and the first element of its output.
+    It *is* the block in all but its call: it shares the block's attributes, parameters, buffers, children and module
+    hooks (the very same dict), and its class is one made of the block's class, so that `state_dict`, `repr`,
+    `isinstance`, indexing and whatever methods the block overrides are those of the block. What the block returns is
+    returned as it is; hooks see its first argument as x, and the first element of its output.
 
     Args:
         block: An `nn.Module`.
@@ -69,16 +78,23 @@ class HookedBlock(nn.Module):
     """
 
     # Beside the dict that is shared with the block.
-    __slots__ = ("_hooked", "_hook_chain")
+    __slots__ = ("_hook_chain", "_hooked")
     _hooked: nn.Module
     _hook_chain: HookChain | None
+    _kind: type[HookedBlock]
 
-    def __init__(self, block: nn.Module, *, hooks: Hooks = ()) -> None:
+    def __new__(cls, block: nn.Module, *args: Any, **kwargs: Any) -> HookedBlock:
+        """Make an instance of a class that is both ours and the block's."""
         if not isinstance(block, nn.Module):
             raise TypeError(
-                f"{type(self).__name__}(block) expected an nn.Module, found {block!r}; run plain callables with "
-                "apply_blocks."
+                f"{cls.__name__}(block) expected an nn.Module, found {block!r}; run plain callables with apply_blocks."
             )
+        while isinstance(block, HookedBlock):
+            block = block._hooked
+        hooked: HookedBlock = object.__new__(_class(cls, type(block)))
+        return hooked
+
+    def __init__(self, block: nn.Module, *, hooks: Hooks = ()) -> None:
         object.__setattr__(self, "__dict__", block.__dict__)
         object.__setattr__(self, "_hooked", block)
         object.__setattr__(self, "_hook_chain", _chain(hooks))
@@ -101,18 +117,26 @@ class HookedBlock(nn.Module):
         )
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._hooked, name)
-
-    def __repr__(self) -> str:
-        return repr(self._hooked)
-
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Copy and pickle as the block and the chain, which are joined anew."""
-        return _rejoined, (type(self), self._hooked, self._hook_chain)
+        return _rejoined, (self._kind, self._hooked, self._hook_chain)
+
+
+_classes: dict[tuple[type[HookedBlock], type[nn.Module]], type[HookedBlock]] = {}
+
+
+def _class(kind: type[HookedBlock], shown: type[nn.Module]) -> type[HookedBlock]:
+    """The class of a hooked block: `kind` before the block's own class, under the latter's name."""
+    if (kind, shown) in _classes:
+        return _classes[kind, shown]
+    names = {name: getattr(shown, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made: type[HookedBlock] = types.new_class(
+        shown.__name__,
+        (kind, shown),
+        exec_body=lambda namespace: namespace.update(names, __slots__=(), _kind=kind),
+    )
+    _classes[kind, shown] = made
+    return made
 
 
 def _compiled(block: HookedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,7 +154,7 @@ _uncompiled = torch._disable_dynamo(HookedBlock._run)  # type: ignore[attr-defin
 
 
 def _rejoined(kind: type[HookedBlock], block: nn.Module, chain: HookChain | None) -> HookedBlock:
-    hooked = kind.__new__(kind)
+    hooked = kind.__new__(kind, block)
     HookedBlock.__init__(hooked, block, hooks=() if chain is None else chain)
     return hooked
 
