@@ -211,7 +211,9 @@ def _movable(tensor: Tensor) -> bool:
 def _identities(tensors: Iterable[Tensor]) -> set[int]:
     """Return what tells the storages of tensors apart while they live."""
     return {
-        t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided and not _wraps(t)
+        tensor.untyped_storage()._cdata
+        for tensor in tensors
+        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
     }
 
 

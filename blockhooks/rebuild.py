@@ -270,6 +270,8 @@ class _Forward:
             or type(tensor) is not Tensor
             or tensor.layout is not torch.strided
             or tensor.device.type == "meta"
+            or tensor.is_conj()
+            or tensor.is_neg()
             or tensor.nbytes < self.min_bytes
         ):
             return None
