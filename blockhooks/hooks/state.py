@@ -155,10 +155,9 @@ class _Place:
 
 def _wraps(tensor: Tensor | None) -> bool:
     """Whether a tensor is a wrapper of others (DTensor), which has no memory of its own."""
-    kind = type(tensor)
-    if kind is nn.Parameter or kind is Tensor or tensor is None:  # nearly always
+    if tensor is None or type(tensor) is nn.Parameter or type(tensor) is Tensor:  # nearly always
         return False
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _clone(tensor: Tensor) -> Tensor:
