@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cache, partial
@@ -95,6 +95,7 @@ class Timeline:
         end: When the last run, span or backward ended.
         spans: All spans in the order in which they began.
         backwards: Number of backward passes that reached a block and have ended.
+        on_backward: Called before the first block of each.
     """
 
     def __init__(self, device: torch.device, ranges: bool = False) -> None:
@@ -105,6 +106,7 @@ class Timeline:
         self._on_host = device.type in ("cpu", "meta")
         self._open: defaultdict[int, list[Span]] = defaultdict(list)  # for each thread
         self._tasks: set[int] = set()
+        self.on_backward: Callable[[], None] | None = None
         self.begin = self.end = self.now()
 
     def now(self) -> Mark:
@@ -157,6 +159,8 @@ class Timeline:
         watch.waiting = watch.inputs
         if graph_task not in self._tasks:
             self._tasks.add(graph_task)
+            if self.on_backward is not None:
+                self.on_backward()
             engine: Any = Variable._execution_engine
             engine.queue_callback(partial(self._backward_ends, graph_task))
         self.open(watch.block, BACKWARD, (graph_task, watch))
@@ -314,6 +318,7 @@ class Step:
         flops: Counts operations, if they are counted in this step.
         counted: The blocks whose operations are counted.
         storages: Those whose bytes are counted already.
+        unsettled: What is known of bytes once all segments have dropped what they drop: when a backward begins.
     """
 
     def __init__(self, number: int, timeline: Timeline, recorded: bool) -> None:
@@ -327,6 +332,8 @@ class Step:
         self.flops: FlopCounter | None = None
         self.counted: set[str] = set()
         self.storages: set[StorageWeakRef] = set()
+        self.unsettled: list[Callable[[], None]] = []
+        timeline.on_backward = self.settle
 
     def block(self, index: int, name: str) -> BlockStep:
         """Return what is known of a block."""
@@ -347,6 +354,12 @@ class Step:
             else self.flops.counting()
         )
 
+    def settle(self) -> None:
+        """Take down what is known now of bytes."""
+        for settle in self.unsettled:
+            settle()
+        self.unsettled.clear()
+
     @property
     def wall_ms(self) -> float:
         """Milliseconds from the beginning to the end."""
@@ -354,6 +367,7 @@ class Step:
 
     def figures(self) -> StepFigures:
         """Return the figures as far as they are known; waits for the device."""
+        self.settle()
         self.timeline.resolve()
         blocks = {name: copy(block) for name, block in self.blocks.items()}
         for name, block in blocks.items():

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_leaves
 
@@ -127,16 +129,19 @@ class Profile:
         step = self._step_of(executed, x)
         if not step.recorded:
             return (yield)
-        run.state[self] = recording = _Recording(step, names)
+        run.state[self] = _Recording(step, names)
         step.runs += 1
         try:
-            result = yield
+            return (yield)
+        except BaseException:
+            # Nobody knows what became of what was saved.
+            step.unsettled.clear()
+            self._counted.clear()
+            raise
         finally:
             step.runs -= 1
             step.timeline.end = step.timeline.now()
             self._chain, self._segments = run.hooks.describe(), run.segments
-        self._counted.update(recording.settle())
-        return result
 
     @hookimpl(wrapper=True)
     def run_segment(
@@ -164,7 +169,7 @@ class Profile:
             with recording.timed(index, RECOMPUTE if recomputing else FORWARD):
                 return (yield)
         inputs, hooks = _nodes(x), active_hooks()
-        mode = _Mode.of(block, x, dropping=recording.drops(hooks))
+        mode = _Mode.of(block, x, dropping=hooks is not None)
         x_sizes = None if self._is_counted(recording, index, mode) else sizes(_tensors(x))
         began = sequence_number()
         if x_sizes is None or hooks is None:
@@ -178,8 +183,10 @@ class Profile:
         if x_sizes is not None:
             if seen is None:
                 seen = saved_in_graph(nodes_since(began, outputs))
-            ends = recording.ends(index, x_sizes, result)
-            recording.note_saved(index, mode, seen, _not_counted(run, block), ends)
+            saved = _Saved(
+                mode.dropping, seen, _not_counted(run, block), x_sizes, _identities(result)
+            )
+            recording.note_saved(index, saved)
             recording.count_flops(index, nodes_since(began, outputs))
         recording.watch(index, inputs, outputs)
         self._refresh(recording.step)
@@ -193,6 +200,7 @@ class Profile:
         if before and before.mode == mode and step.number - before.step < COUNT_EVERY:
             block.take_counted(before.block)
             return True
+        self._counted[name] = _Counted(mode, step.number, block)
         if self._flops:
             step.count_flops(name)
         return False
@@ -365,6 +373,8 @@ class Profile:
         return step
 
     def _begin_step(self, device: torch.device) -> Step:
+        if self._step is not None:
+            self._step.settle()
         self._device = device
         self._number += 1
         recorded = self._measuring or self._schedule(self._number)
@@ -427,30 +437,22 @@ class _Counted(NamedTuple):
     block: BlockStep
 
 
-class _Ends(NamedTuple):
-    """What a block begins and ends with.
+class _Saved(NamedTuple):
+    """What autograd saved in the forward of a block.
 
     Attributes:
-        x: Storages of its input.
-        result: Those of its result, as identities.
-        begins: Whether it is the first block of an outermost segment.
-        mode: The mode of the innermost segment that does not keep.
+        dropping: Whether it went to hooks that may have dropped it.
+        seen: The storages.
+        without: Identities of those that are not counted.
+        x: Storages of the block's input.
+        result: Identities of those of its result.
     """
 
-    x: Sizes
-    result: set[int]
-    begins: bool
-    mode: Mode
-
-
-class _Saved(NamedTuple):
-    """What autograd saved in the forward of a block; what became of it is known when the run is over."""
-
-    name: str
-    mode: _Mode
+    dropping: bool
     seen: Sizes
     without: set[int]
-    ends: _Ends
+    x: Sizes
+    result: set[int]
 
 
 class _Recording:
@@ -468,15 +470,14 @@ class _Recording:
         self.step = step
         self.names = names
         self.segments: list[Segment] = []
-        self._saved: list[_Saved] = []
-        # Not the hooks themselves: a profile keeps nothing of the user's alive.
-        self._around = _identity(active_hooks())
 
     @contextmanager
     def timed(self, index: int, phase: int) -> Iterator[None]:
         """Take the time of one execution of a block, and count its operations if they are to be counted."""
         name, step = self.names[index], self.step
-        step.block(index, name)
+        block = step.block(index, name)
+        if phase == RECOMPUTE and block.dropped_bytes:
+            block.mode = "recompute"  # whatever else keeps a part of it alive
         span = step.timeline.open(name, phase)
         try:
             with step.counting(name):
@@ -484,64 +485,37 @@ class _Recording:
         finally:
             step.timeline.close(span)
 
-    def drops(self, hooks: tuple[Any, Any] | None) -> bool:
-        """Whether what autograd saves under these hooks goes to a segment, and not where it goes around the run."""
-        return _identity(hooks) != self._around
-
-    def ends(self, index: int, x: Sizes, result: Hidden) -> _Ends:
-        """Note what a block began and ended with."""
-        begins = bool(self.segments) and index == self.segments[0].start
+    def note_saved(self, index: int, saved: _Saved) -> None:
+        """Note what autograd saved in the forward of a block, to be settled when all segments have dropped theirs."""
         modes = (segment.mode for segment in reversed(self.segments) if segment.mode != "keep")
-        return _Ends(x, identities(_tensors(result)), begins, next(modes, "recompute"))
+        block = self.step.block(index, self.names[index])
+        self.step.unsettled.append(partial(self._settle, block, saved, next(modes, "recompute")))
 
-    def note_saved(
-        self, index: int, mode: _Mode, seen: Sizes, without: set[int], ends: _Ends
-    ) -> None:
-        """Note what autograd saved in the forward of a block.
-
-        Args:
-            index: The block's index.
-            mode: How it was executed.
-            seen: The storages that were saved.
-            without: Identities of those that are not counted.
-            ends: What the block began and ended with.
-        """
-        self._saved.append(_Saved(self.names[index], mode, seen, without, ends))
-
-    def settle(self) -> dict[str, _Counted]:
-        """Take down the bytes of each block, now that all segments have dropped what they drop."""
-        counted = {}
-        for saved in self._saved:
-            block = self.step.blocks[saved.name]
-            self._sort(saved, block)
-            counted[saved.name] = _Counted(saved.mode, self.step.number, block)
-        self._saved.clear()
-        return counted
-
-    def _sort(self, saved: _Saved, block: BlockStep) -> None:
+    def _settle(self, block: BlockStep, saved: _Saved, mode: Mode) -> None:
         """Divide what was saved into what was dropped, what is kept, and x."""
-        x, already, dropping = saved.ends.x, self.step.storages, saved.mode.dropping
+        x, counted = saved.x, self.step.storages
         kept = dropped = of_x = inside = 0
         for storage, nbytes in saved.seen.items():
-            if storage in already or (storage.cdata in saved.without and storage not in x):
+            if storage in counted or (storage.cdata in saved.without and storage not in x):
                 continue
-            if dropping and storage.expired():  # type: ignore[no-untyped-call]
+            if saved.dropping and _is_gone(storage):
                 dropped += nbytes
                 continue
-            already.add(storage)
+            counted.add(storage)
             if storage in x:
                 of_x += x[storage]
             else:
                 kept += nbytes
-                inside += 0 if storage.cdata in saved.ends.result else nbytes
-        if dropped and not inside and saved.ends.begins:
+                inside += 0 if storage.cdata in saved.result else nbytes
+        if dropped and not inside:
             # A region keeps its input, whether or not the block would have (R2).
-            of_x += sum(nbytes for storage, nbytes in x.items() if storage not in already)
-            already.update(x)
+            others = {storage for storage in x if storage not in counted and not _is_gone(storage)}
+            of_x += sum(x[storage] for storage in others)
+            counted |= others
         block.kept_bytes, block.dropped_bytes, block.x_bytes = kept, dropped, of_x
         # A plugin that drops a part of what is saved needs no segment of another mode for it.
-        mode = "selective" if inside and saved.ends.mode == "recompute" else saved.ends.mode
-        block.mode = mode if dropped else "keep"
+        partly = inside > 0 and mode == "recompute"
+        block.mode = "keep" if not dropped else "selective" if partly else mode
 
     def count_flops(self, index: int, nodes: Iterable[Node]) -> None:
         """Count the operations of a block's backward, if those of the block are counted in this step."""
@@ -562,10 +536,6 @@ class _Recording:
                 node.register_prehook(watch.begin)
             for node in inputs:
                 node.register_prehook(watch.end)
-
-
-def _identity(hooks: tuple[Any, Any] | None) -> int | None:
-    return None if hooks is None else id(hooks[0])
 
 
 def _labels(run: Run) -> tuple[str, ...]:
@@ -597,6 +567,14 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _nodes(x: Any) -> set[Node]:
     return {tensor.grad_fn for tensor in _tensors(x) if tensor.grad_fn is not None}
+
+
+def _identities(x: Any) -> set[int]:
+    return identities(_tensors(x))
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _device(x: Any) -> torch.device:
