@@ -97,7 +97,7 @@ def demo(
     ),
     memory_budget: Annotated[
         float, typer.Option(help="Fraction of the plain peak for the third way; 0 leaves it out.")
-    ] = 0.0,
+    ] = 0.5,
     as_json: Json = False,
 ) -> None:
     """Train a byte-level GPT plain and hooked in turn, and compare the bits.

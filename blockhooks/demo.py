@@ -75,7 +75,7 @@ class Options:
     seed: int = 0
     text: Path | None = None
     out: Path = Path("blockhooks-demo")
-    memory_budget: float = 0.0
+    memory_budget: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("steps", "layers", "width", "seq", "batch"):
@@ -415,7 +415,8 @@ def loss_table(ways: Sequence[Way]) -> Table:
 def summary_table(ways: Sequence[Way]) -> Table:
     """Show what each way costs, and whether it is bit for bit the plain loop."""
     table: Table = import_extra("rich.table", "demo", "the demo").Table(
-        title="Memory and time of a step"
+        title="Memory and time of a step",
+        caption="peaks are of the whole step: blocks, embeddings, logits and loss; a budget is of the blocks",
     )
     table.add_column("")
     for heading in ("activation peak", "of plain", "step time", "of plain", "bit for bit"):
