@@ -187,7 +187,7 @@ class Timeline:
 
     def resolve(self) -> None:
         """Wait until the device has passed the last mark."""
-        if not self._on_host:
+        if not self.done:
             self.end.event.synchronize()
 
     def elapsed(self, begin: Mark, end: Mark) -> float:

@@ -310,6 +310,78 @@ def test_spans_nest():
     assert all(span["depth"] == 1 for span in recomputes)
 
 
+class Event:
+    """Stands in for an event of a device that is always 10 ms behind."""
+
+    waited = 0
+
+    def __init__(self, device, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter() + 10e-3
+
+    def query(self):
+        return time.perf_counter() >= self.at
+
+    def synchronize(self):
+        Event.waited += 1
+        time.sleep(max(0, self.at - time.perf_counter()))
+
+    def elapsed_time(self, end):
+        assert end.query(), "read before the device got there"
+        return (end.at - self.at) * 1e3
+
+
+def test_times_of_a_device_are_events_that_nothing_waits_for_until_they_are_read(monkeypatch):
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr("blockhooks.hooks.profile._device", lambda x: torch.device("xpu"))
+    monkeypatch.setattr(Event, "waited", 0)
+    profile, blocks = Profile(), [Sleep(20, 40)]
+    for _ in range(3):
+        apply_blocks(blocks, torch.ones(4), hooks=[Checkpoint(), profile]).sum().backward()
+    assert Event.waited == 0
+    ms = profile.to_dict()["blocks"][0]["ms"]
+    assert Event.waited > 0
+    assert [ms[phase]["p50"] // 20 for phase in ("forward", "recompute", "backward")] == [1, 1, 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("strategy", [list, lambda: [Checkpoint()]], ids=["plain", "checkpoint"])
+def test_times_on_a_gpu_add_up_to_those_of_events_around_the_step(strategy):
+    blocks = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8)).cuda()
+    x, profile = torch.randn(8192, 2048, device="cuda", requires_grad=True), Profile()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hooks = HookChain([*strategy(), profile])
+    for _ in range(3):
+        begin.record()
+        apply_blocks(blocks, x, hooks=hooks).sum().backward()
+        end.record()
+    torch.cuda.synchronize()
+    ms = profile._pending[-1].figures()
+    assert sum(ms.sums_ms()) == pytest.approx(begin.elapsed_time(end), rel=0.03)
+    assert ms.sums_ms()[2] > ms.sums_ms()[0] > ms.sums_ms()[3]
+    assert calls(profile) == [(3, 3 * len(strategy()), 3)] * 8
+
+
+@pytest.mark.cuda
+def test_live_bytes_of_a_gpu_are_the_allocators():
+    blocks, profile = nn.ModuleList(nn.Linear(512, 512) for _ in range(4)).cuda(), Profile()
+    x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+
+    def step(hooks):
+        apply_blocks(blocks, x, hooks=hooks).square().sum().backward()
+
+    step(())
+    with memory.peak("cuda") as meter:
+        step(())
+    with profile.measure("cuda"):
+        step(profile)
+    figures = profile.to_dict()
+    assert figures["totals"]["peak_bytes"] == meter.peak
+    assert figures["device"].startswith("cuda:0 (")
+
+
 # ------------------------------------------------------------------------------------------------------------- calls
 
 
