@@ -17,12 +17,15 @@ from blockhooks.errors import (
     BudgetError,
     HookError,
     MissingExtraError,
+    OffloadError,
     PlanError,
     RecomputeError,
 )
 from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.offload import Offload
 from blockhooks.hooks.profile import Profile
 from blockhooks.hooks.rng import RNGSnapshot
+from blockhooks.hooks.selective import Selective
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
 from blockhooks.hookspecs import hookimpl
@@ -45,11 +48,14 @@ __all__ = [
     "HookedBlock",
     "HookedBlocks",
     "MissingExtraError",
+    "Offload",
+    "OffloadError",
     "PlanError",
     "Profile",
     "RNGSnapshot",
     "RecomputeError",
     "Segment",
+    "Selective",
     "StateSnapshot",
     "VersionGuard",
     "apply_blocks",
