@@ -419,12 +419,14 @@ def _no_match(model: nn.Module, wanted: Blocks, everything: list[Member]) -> str
 
 def _containers(model: nn.Module) -> str:
     """Describe what a model holds in lists, for the message of an error."""
-    lines = []
+    found: Counter[str] = Counter()
     for path, module in model.named_modules():
         if isinstance(module, _LISTS) and len(module):
             counts = Counter(type(child).__name__ for child in module.children())
             held = ", ".join(f"{n} x {name}" for name, n in counts.most_common(4))
-            lines.append(f"{path or '(the model)'}: {type(module).__name__} of {held}")
+            where = re.sub(r"\d+", "*", path) or "(the model)"
+            found[f"{where}: {type(module).__name__} of {held}"] += 1
+    lines = [line if n == 1 else f"{n} times {line}" for line, n in found.items()]
     if not lines:
         held = ", ".join(
             f"{name}: {type(child).__name__}" for name, child in model.named_children()
