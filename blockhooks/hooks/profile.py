@@ -330,7 +330,7 @@ class Profile:
         others: Mapping[str, Profile] | None = None,
         *,
         name: str = "this run",
-        plans: Sequence[Any] = (),
+        pareto: Any = None,
         plan: Any = None,
     ) -> None:
         """Write a page with all figures and charts, which opens from disk in any browser.
@@ -339,8 +339,8 @@ class Profile:
             path: The file to write, by custom ``*.html``.
             others: Other profiles by name, to stand before this one on the page; differences are to the first.
             name: What this run is called there.
-            plans: The best plans for several budgets, for a curve of time against memory.
-            plan: The plan in use, which is marked on that curve.
+            pareto: What `blockhooks.budget.pareto` found, for a curve of time against memory.
+            plan: The plan in use, to be marked on that curve; such as ``checkpoint.planner.plans[0]``.
 
         Raises:
             MissingExtraError: If plotly is not installed.
@@ -348,8 +348,8 @@ class Profile:
         runs = {key: other.to_dict() for key, other in (others or {}).items()} | {
             name: self.to_dict()
         }
-        today = None if plan is None else plan.to_dict()
-        write_page(path, runs, [each.to_dict() for each in plans], today)
+        curve, today = (None if each is None else each.to_dict() for each in (pareto, plan))
+        write_page(path, runs, curve, today)
 
     def __rich__(self) -> Table:
         return tables.rich_table(self.to_dict())

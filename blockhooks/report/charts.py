@@ -272,44 +272,54 @@ def runs_chart(runs: Mapping[str, dict[str, Any]]) -> Chart:
     )
 
 
-def curve_chart(plans: Sequence[dict[str, Any]], today: dict[str, Any] | None) -> Chart:
-    """Return the chart of the best plans for each budget.
+def curve_chart(pareto: Mapping[str, Any], today: Mapping[str, Any] | None) -> Chart:
+    """Return the chart of time against memory.
 
     Args:
-        plans: Each with predicted ``time`` in seconds, ``peak`` in bytes, and those of the plain loop.
-        today: The plan in use, as one of those.
+        pareto: The best plans in ``"points"`` and others in ``"heuristics"``, each with its ``name`` and ``plan``.
+        today: The plan in use, to be marked.
     """
-    go = _go()
-    ordered = sorted(plans, key=lambda plan: plan["peak"])
-    shares = [plan["peak"] / plan["plain_peak"] * 100 for plan in ordered]
-    figure = go.Figure(
-        go.Scatter(
-            x=shares,
-            y=[plan["time"] / plan["plain_time"] for plan in ordered],
-            customdata=[format_bytes(plan["peak"]) for plan in ordered],
-            hovertemplate="%{customdata} (%{x:.1f} %)<br>%{y:.3f} of the plain time<extra></extra>",
-            mode="lines+markers",
-            line={"shape": "hv", "color": COLOURS["forward"]},
-            name="best plans",
-        )
+    best = pareto["points"]
+    plans = {
+        "best plans": (
+            best,
+            {"mode": "lines+markers", "line": {"shape": "hv", "color": COLOURS["forward"]}},
+        ),
+        "plans by rule": (
+            pareto["heuristics"],
+            {
+                "mode": "markers",
+                "marker": {"symbol": "diamond-open", "size": 9, "color": COLOURS["rest"]},
+            },
+        ),
+        "this plan": (
+            [] if today is None else [{"name": "this plan", "plan": today}],
+            {
+                "mode": "markers",
+                "marker": {"symbol": "star", "size": 16, "color": COLOURS["dropped"]},
+            },
+        ),
+    }
+    figure = _go().Figure(
+        [_points(name, points, look) for name, (points, look) in plans.items() if points]
     )
-    if today is not None:
-        figure.add_trace(
-            go.Scatter(
-                x=[today["peak"] / today["plain_peak"] * 100],
-                y=[today["time"] / today["plain_time"]],
-                customdata=[format_bytes(today["peak"])],
-                hovertemplate="this plan: %{customdata} (%{x:.1f} %)<br>%{y:.3f} of the plain time<extra></extra>",
-                mode="markers",
-                marker={"symbol": "star", "size": 16, "color": COLOURS["dropped"]},
-                name="this plan",
-            )
-        )
     figure.update_layout(height=340)
     figure.update_xaxes(title="peak, % of the plain loop's", rangemode="tozero")
     figure.update_yaxes(title="time of a step, plain = 1")
     words = (
-        f"Predicted time against peak for {len(ordered)} plans, from {format_bytes(ordered[0]['peak'])} "
-        f"to {format_bytes(ordered[-1]['peak'])}."
+        f"Predicted time against peak for {len(best)} plans, from {format_bytes(best[0]['plan']['peak'])} "
+        f"to {format_bytes(best[-1]['plan']['peak'])}."
     )
     return Chart("Time against memory", words, str(figure.to_json()))
+
+
+def _points(name: str, points: Sequence[Mapping[str, Any]], look: dict[str, Any]) -> Any:
+    plans = [point["plan"] for point in points]
+    return _go().Scatter(
+        x=[plan["peak"] / plan["plain_peak"] * 100 for plan in plans],
+        y=[plan["time"] / plan["plain_time"] for plan in plans],
+        customdata=[[point["name"], format_bytes(point["plan"]["peak"])] for point in points],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]} (%{x:.1f} %), %{y:.3f} of the plain time<extra></extra>",
+        name=name,
+        **look,
+    )

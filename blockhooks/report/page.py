@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,31 +27,31 @@ MODES: Final = {
 def write_page(
     path: str | Path,
     runs: Mapping[str, dict[str, Any]],
-    plans: Sequence[dict[str, Any]] = (),
-    today: dict[str, Any] | None = None,
+    pareto: Mapping[str, Any] | None = None,
+    today: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a page about one or several runs.
 
     Args:
         path: The file, by custom ``*.html``.
         runs: Figures as of ``profile.to_dict()``, by the name of the run. Differences are to the first.
-        plans: The best plans for several budgets, as of ``Plan.to_dict()``, for a curve of time against memory.
-        today: The plan in use, which is marked on that curve.
+        pareto: What is possible between little memory and little time, as of ``budget.pareto(...).to_dict()``.
+        today: The plan in use, as of ``Plan.to_dict()``, which is marked on that curve.
 
     Raises:
         MissingExtraError: If plotly is not installed.
     """
-    Path(path).write_text(html_page(runs, plans, today), encoding="utf-8")
+    Path(path).write_text(html_page(runs, pareto, today), encoding="utf-8")
 
 
 def html_page(
     runs: Mapping[str, dict[str, Any]],
-    plans: Sequence[dict[str, Any]] = (),
-    today: dict[str, Any] | None = None,
+    pareto: Mapping[str, Any] | None = None,
+    today: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page; see `write_page`."""
     plotly = import_extra("plotly.offline", "report", "a page of a profile").get_plotlyjs()
-    body = "".join(_body(runs, plans, today))
+    body = "".join(_body(runs, pareto, today))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -68,8 +68,8 @@ def html_page(
 
 def _body(
     runs: Mapping[str, dict[str, Any]],
-    plans: Sequence[dict[str, Any]],
-    today: dict[str, Any] | None,
+    pareto: Mapping[str, Any] | None,
+    today: Mapping[str, Any] | None,
 ) -> Iterator[str]:
     yield '<a class="skip" href="#figures">Skip to the table of figures</a><header><h1>Profile</h1>'
     yield '<button type="button" id="theme">Dark or light</button></header><main>'
@@ -77,8 +77,8 @@ def _body(
     if len(runs) > 1:
         yield f"<section><h2>Runs</h2>{_chart('runs', runs_chart(runs))}"
         yield f"{_differences(runs)}</section>"
-    if plans:
-        yield f"<section><h2>Budget</h2>{_chart('curve', curve_chart(plans, today))}</section>"
+    if pareto is not None:
+        yield f"<section><h2>Budget</h2>{_chart('curve', curve_chart(pareto, today))}</section>"
     yield f'<div class="runs count{min(len(runs), 2)}">'
     for number, name in enumerate(names):
         yield "".join(_run(number, name, runs[name]))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from blockhooks import Checkpoint, apply_blocks, plan
+from blockhooks.budget import Pareto, Point
 from blockhooks.errors import MissingExtraError
 from blockhooks.hooks.profile import Profile
 from blockhooks.report.charts import stretches
@@ -45,13 +46,19 @@ def runs():
     return {name: profile.to_dict() for name, profile in zip(NAMES, profiles, strict=True)}
 
 
-def a_plan(time, peak):
-    return Plan(plan.every(2)(4), time, peak, 1.0, 1000).to_dict()
+def a_point(name, time, peak):
+    return Point(name, Plan(plan.every(2)(4), time, peak, 1.0, 1000))
+
+
+PARETO = Pareto(
+    points=(a_point("budget 20%", 1.3, 200), a_point("budget 100%", 1.0, 1000)),
+    heuristics=(a_point("every(2)", 1.4, 300),),
+)
 
 
 @pytest.fixture(scope="module")
 def page(runs):
-    return html_page(runs, [a_plan(1.0, 1000), a_plan(1.3, 200)], a_plan(1.1, 600))
+    return html_page(runs, PARETO.to_dict(), a_point("today", 1.1, 600).plan.to_dict())
 
 
 class Numbers(HTMLParser):
@@ -184,10 +191,12 @@ def test_profiles_write_a_page_of_several_runs(tmp_path):
     pytest.importorskip("plotly")
     path = tmp_path / "page.html"
     plain, checkpointed = profile_of(), profile_of(Checkpoint())
-    checkpointed.report(path, {"plain": plain}, name="checkpointed")
+    best = PARETO.points[0].plan
+    checkpointed.report(path, {"plain": plain}, name="checkpointed", pareto=PARETO, plan=best)
     words = Numbers(path.read_text()).words
     assert [word for word in words if word in ("plain", "checkpointed")][:2]
     assert "Compared with plain" in words
+    assert "Predicted time against peak for 2 plans, from 200 B to 1000 B." in words
 
 
 def test_without_plotly_the_extra_is_named(monkeypatch, runs):
@@ -305,6 +314,13 @@ def test_the_curve_of_live_bytes_tells_block_phase_and_bytes(browser, runs):
     place, live = inside[len(inside) // 2]
     text = hover_text(browser, "chart-0-0", 0, place)
     assert text.startswith(f"2: Sequential, backward|{written(live, 'bytes')} at ")
+
+
+def test_the_curve_tells_plans_by_name(browser):
+    texts = [hover_text(browser, "curve", curve, 0) for curve in range(3)]
+    assert texts[0].startswith("budget 20%|200 B (20.0 %), 1.300 of the plain time")
+    assert texts[1].startswith("every(2)|300 B (30.0 %), 1.400")
+    assert texts[2].startswith("this plan|600 B (60.0 %), 1.100")
 
 
 def test_charts_show_the_exact_figures(browser, runs):
