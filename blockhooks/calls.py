@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blockhooks.plan import Segment
+from blockhooks.recompute import is_recomputing
 from blockhooks.run import Block, Hidden, HookRelay, Run
 from blockhooks.structure import tensors_in
 
@@ -121,16 +122,17 @@ class _Output:
     Holds it only until the call is over (R8), and nothing of a recompute.
     """
 
-    __slots__ = ("open", "value", "x")
+    __slots__ = ("open", "recomputing", "value", "x")
 
     def __init__(self) -> None:
-        self.open = True
+        self.open, self.recomputing = True, is_recomputing()
         self.value: Any = None
         self.x: Any = None
 
     def pick(self, value: Any) -> Hidden:
         x = _first(value)
-        if self.open:
+        # A hook may have the block executed again before the call is over.
+        if self.open and is_recomputing() is self.recomputing:
             self.value, self.x = value, x
         return x
 

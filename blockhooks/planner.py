@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
 from blockhooks.measuring import ModeContext, measure_block
 from blockhooks.plan import Mode, Segment, every, tree
-from blockhooks.recompute import _OPEN, _RECOMPUTING, can_recompute
+from blockhooks.recompute import _OPEN, _RECOMPUTING, can_recompute, is_recomputing
 from blockhooks.run import Hidden, Region, Run
 from blockhooks.solver import Plan, Solver
 from blockhooks.structure import tensors_in
@@ -129,7 +129,7 @@ class Planner:
         Raises:
             BudgetError: If it was the last block, and no plan keeps the budget.
         """
-        if not self._measuring or len(segment) > 1:
+        if not self._measuring or len(segment) > 1 or is_recomputing():
             return
         chain, index = self._current.get(_blocks(run)), segment.start
         if chain is None or chain.plan is not None or index in chain.costs:
