@@ -11,21 +11,25 @@ generators (also those that a forward uses as globals).
 
 from __future__ import annotations
 
+import array
 import collections.abc
 import contextlib
 import dataclasses
+import dis
 import enum
 import functools
 import inspect
 import itertools
 import logging
 import pathlib
+import pickle
 import random
 import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy as copied
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +45,7 @@ __all__ = [
     "capture",
     "contents_of",
     "is_rng",
+    "rng_state",
     "survey",
     "tensors_in",
 ]
@@ -54,7 +59,7 @@ _ATOMIC: set[type] = {
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
     functools.partial, property, random.Random,
 }  # fmt: skip
-_ATOMIC_RNGS = {torch.Generator, random.Random}
+_LEADING = {torch.Generator, random.Random, types.FunctionType, functools.partial}
 MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 """The attributes that every `nn.Module` has: its registries, its hooks, its training flag."""
 _OPAQUE_BASES = (
@@ -88,6 +93,17 @@ def is_rng(value: object) -> bool:
     )
 
 
+def rng_state(rng: Any) -> Any:
+    """The state of a random generator (or of the modules `random` and `numpy.random`), to be compared."""
+    if isinstance(rng, torch.Generator):
+        return rng.get_state().numpy().tobytes()
+    if rng is random or isinstance(rng, random.Random):
+        return rng.getstate()
+    if rng is None:
+        return None
+    return pickle.dumps(rng.get_state() if hasattr(rng, "get_state") else rng.bit_generator.state)
+
+
 def _is_iterator(value: object) -> bool:
     """Whether a value is one of Python's own iterators, which can be read only once."""
     return isinstance(value, collections.abc.Iterator) and type(value).__module__ in (
@@ -97,9 +113,13 @@ def _is_iterator(value: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    """Whether a value is a NumPy array or a bytearray: contents without objects, changed in place."""
+    """Whether a value is a NumPy array, an array or a bytearray: numbers that are changed in place."""
     kind = type(value)
-    return kind is bytearray or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+    return (
+        kind is bytearray
+        or kind is array.array
+        or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
+    )
 
 
 def _is_plain(value: object) -> bool:
@@ -322,13 +342,13 @@ class _ArrayNode:
     __slots__ = ("before", "reference")
 
     def __init__(self, value: Any) -> None:
-        self.before, self.reference = value.copy(), _weakly(value)
+        self.before, self.reference = copied(value), _weakly(value)
 
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
         if id(self) not in memo:
             original = self.reference()
             unchanged = original is not None and self.same(original, tensors)
-            memo[id(self)] = original if unchanged else self.before.copy()
+            memo[id(self)] = original if unchanged else copied(self.before)
         return memo[id(self)]
 
     def same(self, value: object, tensors: list[Tensor] | None) -> bool:
@@ -336,7 +356,7 @@ class _ArrayNode:
 
 
 def _same_array(one: Any, other: Any) -> bool:
-    if isinstance(one, bytearray):
+    if isinstance(one, (bytearray, array.array)):
         return bool(one == other)
     return bool(
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
@@ -463,9 +483,9 @@ class _Walk:
         return node
 
     def _object(self, value: Any, depth: int) -> Any:
-        attributes = _attributes(value)
-        if not attributes or depth >= MAX_OBJECT_DEPTH:
+        if depth >= MAX_OBJECT_DEPTH:
             return value
+        attributes = _attributes(value)
         node = _ObjectNode(value)
         self.memo[id(value)] = (node, value)
         node.attributes = {name: self.visit(item, depth + 1) for name, item in attributes.items()}
@@ -589,7 +609,7 @@ def contents_of(value: Any) -> Contents:
         elif isinstance(owner, tuple):
             inside = owner
         elif _is_array(owner):
-            items, inside = owner.copy(), ()
+            items, inside = copied(owner), ()
         elif _is_plain(owner) and depth < MAX_OBJECT_DEPTH:
             attributes = _attributes(owner)
             inside, depth = attributes.values(), depth + 1
@@ -652,11 +672,17 @@ class Survey:
 def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
     """Find the modules, objects and random generators reachable from blocks and side inputs."""
     search = _Search()
-    for block in blocks:
+    search.blocks = tuple(blocks)
+    for block in search.blocks:
         search.block(block)
     for value in side:
         search.value(value, 0)
     return Survey(search.modules, search.objects, search.hooks, search.rngs)
+
+
+def _leads_on(value: object) -> bool:
+    """Whether a generator or module may be found in a value."""
+    return type(value) not in _ATOMIC or type(value) in _LEADING
 
 
 class _Search:
@@ -666,12 +692,15 @@ class _Search:
         self.hooks: list[Any] = []
         self.rngs: list[Any] = []
         self.seen: set[int] = set()
+        self.partly: set[int] = set()
+        self.blocks: tuple[Any, ...] = ()
 
     def block(self, block: Any) -> None:
         if isinstance(block, nn.Module):
             self.module(block)
         elif isinstance(block, types.MethodType):
-            self.owner(block.__self__)
+            first = block.__func__.__code__.co_varnames[:1] if _has_code(block.__func__) else ()
+            self.owner(block.__self__, block.__func__, *first)
             self.function(block.__func__)
         elif isinstance(block, types.FunctionType):
             self.function(block)
@@ -682,9 +711,11 @@ class _Search:
         elif callable(block) and not isinstance(block, (type, types.BuiltinFunctionType)):
             self.owner(block)
 
-    def owner(self, value: Any) -> None:
+    def owner(self, value: Any, function: Any = None, name: str = "") -> None:
+        """Look into what a function knows as `name`, as far as it uses it by attributes."""
         if isinstance(value, nn.Module):
-            self.module(value)
+            used = None if function is None or not name else _used(function, name, type(value))
+            self.module(value) if used is None else self.parts(value, used)
         elif id(value) not in self.seen and _is_plain(value):
             self.seen.add(id(value))
             self.objects.append(value)
@@ -692,16 +723,34 @@ class _Search:
                 self.value(item, 0)
             self.globals_of_class(type(value))
 
+    def parts(self, module: nn.Module, used: Iterable[str]) -> None:
+        """A module of which a function uses some attributes: itself, and those."""
+        if id(module) in self.seen:
+            return
+        if id(module) not in self.partly:
+            self.partly.add(id(module))
+            self.modules.append(module)
+        for name in used:
+            part = module._modules.get(name)
+            if part is not None:
+                self.module(part)
+            elif name in module.__dict__ and name not in MODULE_INTERNALS:
+                self.value(module.__dict__[name], 1)
+        self.globals_of_class(type(module))
+
     def function(self, function: Any) -> None:
-        if id(function) in self.seen:
+        if id(function) in self.seen or _of_a_library(getattr(function, "__module__", None)):
             return
         self.seen.add(id(function))
-        for cell in getattr(function, "__closure__", None) or ():
+        names = function.__code__.co_freevars if _has_code(function) else ()
+        for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # a name that is not bound yet
                 continue
-            if callable(value):
+            if isinstance(value, nn.Module):
+                self.owner(value, function, name)
+            elif callable(value):
                 self.block(value)
             else:
                 self.value(value, 0)
@@ -716,11 +765,10 @@ class _Search:
             if id(module) in self.seen:
                 continue
             self.seen.add(id(module))
-            self.modules.append(module)
+            if id(module) not in self.partly:
+                self.modules.append(module)
             for name, value in module.__dict__.items():
-                if name not in MODULE_INTERNALS and (
-                    type(value) not in _ATOMIC or type(value) in _ATOMIC_RNGS
-                ):
+                if name not in MODULE_INTERNALS and _leads_on(value):
                     self.value(value, 1)
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 hook = inspect.unwrap(hook)
@@ -746,18 +794,22 @@ class _Search:
 
     def value(self, value: Any, depth: int) -> None:
         """Look for generators and for modules that are held outside of `_modules`."""
-        kind = type(value)
-        if kind in _ATOMIC and kind not in _ATOMIC_RNGS:
-            return
-        if isinstance(value, Tensor) or id(value) in self.seen:
+        if not _leads_on(value) or isinstance(value, Tensor) or id(value) in self.seen:
             return
         if is_rng(value):
             self.seen.add(id(value))
             self.rngs.append(value)
         elif isinstance(value, nn.Module):
-            self.module(value)
+            if not self.is_parent(value):
+                self.module(value)
+        elif isinstance(value, (types.FunctionType, functools.partial)):
+            self.block(value)
         elif depth <= MAX_OBJECT_DEPTH:
             self.inside(value, depth)
+
+    def is_parent(self, module: nn.Module) -> bool:
+        """Whether one of the blocks is a part of a module: its model, which it only knows."""
+        return any(part is block for part in module.modules() for block in self.blocks)
 
     def inside(self, value: Any, depth: int) -> None:
         if isinstance(value, dict):
@@ -770,7 +822,7 @@ class _Search:
             return
         self.seen.add(id(value))
         for item in items:
-            if type(item) not in _ATOMIC or type(item) in _ATOMIC_RNGS:
+            if _leads_on(item):
                 self.value(item, depth + 1)
 
 
@@ -790,7 +842,7 @@ class _Namespace:
 
 
 _Names = tuple[tuple[Mapping[str, Any], str], ...]
-"""Names that hold a random generator, or may come to do so, each with the namespace that it is in."""
+"""Names that hold a random generator or module, or may come to do so, each with the namespace that it is in."""
 _reached_by_class: weakref.WeakKeyDictionary[type, _Names] = weakref.WeakKeyDictionary()
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "blockhooks"))
 
@@ -803,7 +855,7 @@ def _names_of_class(kind: type) -> _Names:
             continue
         members = vars(base)
         for name, value in members.items():
-            if _may_hold_rng(value):
+            if _worth_following(value):
                 found[id(members), name] = (members, name)
             for function in _functions(value):
                 for names, inner in _names_reached(
@@ -831,12 +883,69 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
                     stack.append(cell.cell_contents)
 
 
+def _has_code(function: Any) -> bool:
+    return isinstance(getattr(function, "__code__", None), types.CodeType)
+
+
+def _used(function: Any, name: str, kind: type) -> frozenset[str] | None:
+    """The attributes by which a function uses what it knows as `name`, an instance of `kind`; None if in other ways too.
+
+    What the methods use that it calls is among them.
+    """
+    found: set[str] = set()
+    seen: set[tuple[types.CodeType, str]] = set()
+    stack = [(inner.__code__, name) for inner in _functions(function)]
+    while stack:
+        code, name = stack.pop()
+        if (code, name) in seen:
+            continue
+        seen.add((code, name))
+        used = _used_in(code, name)
+        if used is None or not used.isdisjoint(_REGISTRIES):
+            return None
+        for attribute in used - found:
+            found.add(attribute)
+            for inner in _functions(inspect.getattr_static(kind, attribute, None)):
+                if inner.__code__.co_varnames:
+                    stack.append((inner.__code__, inner.__code__.co_varnames[0]))
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _used_in(code: types.CodeType, name: str) -> frozenset[str] | None:
+    """The attributes by which a code uses a variable; None if it does anything else with it."""
+    found: set[str] = set()
+    if name in code.co_varnames or name in code.co_freevars or name in code.co_cellvars:
+        if "super" in code.co_names:
+            return None
+        steps = [step for step in dis.get_instructions(code) if step.opname != "COPY"]
+        for step, after in itertools.pairwise(steps):
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            if not step.opname.startswith("LOAD_") or name not in names or step.opname in _NOT_LOADED:
+                continue
+            if names[-1] != name or names.count(name) > 1 or after.opname not in _ATTRIBUTE_STEPS:
+                return None
+            found.add(after.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType) and name in constant.co_freevars:
+            inner = _used_in(constant, name)
+            if inner is None:
+                return None
+            found |= inner
+    return frozenset(found)
+
+
+_REGISTRIES = MODULE_INTERNALS - {"training"}
+_NOT_LOADED = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE"))
+_ATTRIBUTE_STEPS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
+
+
 def _of_a_library(module: str | None) -> bool:
     return module is None or module.split(".")[0] in _LIBRARIES
 
 
-def _may_hold_rng(value: object) -> bool:
-    return is_rng(value) or (
+def _worth_following(value: object) -> bool:
+    return isinstance(value, nn.Module) or is_rng(value) or (
         type(value) in (list, tuple, dict)
         and any(map(is_rng, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
     )
@@ -861,7 +970,7 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                 if isinstance(value, types.FunctionType):
                     if not _of_a_library(value.__module__):
                         stack += [(inner.__code__, inner.__globals__) for inner in _functions(value)]
-                elif _may_hold_rng(value) or (value is None and name in place):
+                elif _worth_following(value) or (value is None and name in place):
                     found.append(
                         (place, name)
                     )  # None: a generator that is made when it is needed first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import random
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -28,6 +30,7 @@ from blockhooks.structure import (
     atomic,
     capture,
     contents_of,
+    rng_state,
 )
 
 __all__ = ["StateSnapshot"]
@@ -199,11 +202,13 @@ class _State:
 
     __slots__ = (
         "__weakref__",
+        "accumulates",
         "attributes",
         "changed",
         "contents",
         "empty",
         "flags",
+        "grads",
         "places",
         "run",
         "side",
@@ -220,7 +225,7 @@ class _State:
         self.attributes: list[tuple[_Holder, str]] = []
         self.places: list[_Place] = []
         self.flags: list[tuple[Tensor, bool]] = []
-        self.changed = False
+        self.accumulates = self.changed = False
         self.stays: str | None = None
         capturing = Capturing()
         for registry in _GLOBAL_HOOKS:
@@ -232,6 +237,7 @@ class _State:
         own = len(self.contents)
         for owner in found.hooks:
             self._object(owner, capturing)
+        self.grads = [_grad(tensor) for tensor, _ in self.flags]
         self.structure: Captured | None = capturing.captured() if self.attributes else None
         if capturing.iterators:
             self.stays = "it holds an iterator, which can be read only once"
@@ -239,7 +245,7 @@ class _State:
         self.side_versions: list[int] = []
         if run.args or run.kwargs:
             self._side_inputs()
-        self.watched = _Watch(found.modules, self, own) if _any_hooks(found.modules) else None
+        self.watched = _Watch(found, self, own) if _any_hooks(found.modules) else None
 
     # ---- capture -----------------------------------------------------------------------------------------------
 
@@ -339,6 +345,13 @@ class _State:
             for tensor, version in zip(self.side.tensors, self.side_versions, strict=True)
         ):
             reason = "it changes a tensor of its side inputs in place"
+        self.accumulates = any(
+            before is not now or version != now_version
+            for (before, version), (now, now_version) in zip(
+                self.grads, [_grad(tensor) for tensor, _ in self.flags], strict=True
+            )
+        )
+        self.grads = []
         self.changed = self.structure is not None and not self._same_attributes()
         return reason
 
@@ -362,8 +375,12 @@ class _State:
         own = contents_of(
             [[holder[name] for holder, name in self.attributes if name in holder], side]
         )
+        # A backward inside of the region has its effect once.
+        grads = [(tensor, tensor.grad) for tensor, _ in self.flags] if self.accumulates else []
         try:
             self._set()
+            for tensor, _ in grads:
+                tensor.grad = None
             with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
                 yield
         finally:
@@ -373,6 +390,8 @@ class _State:
             for holder, contents in now:
                 _fill(holder, contents)
             _set_flags(flags)
+            for tensor, grad in grads:
+                tensor.grad = grad
 
     def _set(self) -> None:
         fresh: dict[int, Tensor] = {}  # one tensor may have several places
@@ -397,6 +416,12 @@ class _State:
         if self.watched is not None:
             self.watched.silence()
         _set_flags(self.flags)
+
+
+def _grad(tensor: Tensor) -> tuple[Tensor | None, int]:
+    """A parameter's gradient, and how often it was changed in place."""
+    grad = tensor.grad
+    return grad, 0 if grad is None else grad._version
 
 
 def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
@@ -429,15 +454,16 @@ class _Watch:
     While the region runs, each hook stands in its registry inside of a `_Watched`; nothing is left behind.
     """
 
-    __slots__ = ("hooks", "observers", "own", "state")
+    __slots__ = ("hooks", "observers", "own", "rngs", "state")
 
-    def __init__(self, modules: list[nn.Module], state: _State, own: int) -> None:
+    def __init__(self, found: Survey, state: _State, own: int) -> None:
         # A hook may have a state of its own, which is no state of the modules: `own` ends theirs in `state.contents`.
         self.state, self.own = weakref.ref(state), own
+        self.rngs = (torch.default_generator, random, sys.modules.get("numpy.random"), *found.rngs)
         self.hooks: list[tuple[OrderedDict[int, Any], int, Any, _Watched]] = []
         self.observers: list[tuple[OrderedDict[int, Any], int]] = []
         for registry in (
-            *(module.__dict__[name] for module in modules for name in _HOOK_DICTS),
+            *(module.__dict__[name] for module in found.modules for name in _HOOK_DICTS),
             *_GLOBAL_HOOKS,
         ):
             for key, hook in registry.items():
@@ -502,25 +528,29 @@ class _Watched:
         return result
 
     def _world(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            rng = torch.default_generator.get_state()
         given = capture((args[1:], kwargs), take_tensors=True)
         return (
             capture(self.watch.states()),
             self.watch.versions(),
             given,
             [t._version for t in given.tensors if not t.is_inference()],
-            rng,
-            random.getstate(),
+            self._generators(),
+            dict(contextvars.copy_context()),
         )
 
     def _unchanged(self, before: tuple[Any, ...], args: Any, kwargs: Any) -> bool:
-        states, versions, given, given_versions, rng, python = before
+        states, versions, given, given_versions, generators, context = before
+        now = dict(contextvars.copy_context())
         return (
             versions == self.watch.versions()
             and given_versions == [t._version for t in given.tensors if not t.is_inference()]
             and given.same((args[1:], kwargs))
-            and python == random.getstate()
-            and _equal(rng, torch.default_generator.get_state())
+            and generators == self._generators()
             and states.same(self.watch.states())
+            and now.keys() == context.keys()
+            and all(value is context[variable] for variable, value in now.items())
         )
+
+    def _generators(self) -> list[Any]:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            return [rng_state(rng) for rng in self.watch.rngs]
