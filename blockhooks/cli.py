@@ -32,13 +32,16 @@ except ModuleNotFoundError as error:
 import torch
 
 import blockhooks
+from blockhooks import budget, hookspecs
 from blockhooks import demo as demo_job
-from blockhooks import hookspecs
 from blockhooks import plan as plans
 from blockhooks.chain import DEFAULT_HOOKS, HOOKS
-from blockhooks.errors import BlockhooksError, PlanError
+from blockhooks.costs import budget_in_bytes
+from blockhooks.errors import BlockhooksError, BudgetError, PlanError
 from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.offload import Offload
 from blockhooks.hooks.profile import Profile
+from blockhooks.hooks.selective import Selective
 from blockhooks.models import attach
 from blockhooks.plan import PlanFunction
 from blockhooks.targets import FactoryError, Target, load_target
@@ -158,6 +161,43 @@ def profile(
         Console().print(measured.table(), markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command(epilog="Example: blockhooks plan hf:gpt2 --memory-budget 0.5 --picture pareto.png")
+def plan(
+    target: TargetName,
+    memory_budget: Annotated[
+        str,
+        typer.Option(help="A fraction of the plain peak such as 0.5, bytes, or text such as 8GiB."),
+    ] = "0.5",
+    batch: Batch = 2,
+    seq: Seq = 128,
+    config: Config = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw time against memory here.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save what was measured here, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the blocks of a model, and find the fastest plan within a memory budget.
+
+    TARGET may also be a file that --save has written, so that one machine can plan for another.
+    Exits with 1 if no plan keeps the budget.
+    """
+    measured = measure(target, batch, seq, config)
+    if save is not None:
+        measured.save(save)
+    given = parse_budget(memory_budget)
+    budget_in_bytes(given, measured.plain.peak)
+    try:
+        found = budget.solve(measured, given)
+    except BudgetError as error:
+        typer.echo(f"blockhooks: {error}", err=True)
+        raise typer.Exit(NO) from None
+    if picture is not None:
+        budget.pareto(measured).plot(picture, found)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        Console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command(epilog="Example: blockhooks verify my_model.py:build --plan 'every(2)'")
 def verify(
     target: TargetName,
@@ -236,6 +276,25 @@ def users_code(what: str) -> Iterator[None]:
         raise FactoryError(f"{what} raised {type(error).__name__}") from error
 
 
+def measure(target: str, batch: int, seq: int, config: list[str] | None) -> budget.ChainProfile:
+    """Measure a target's blocks, or load what was measured before."""
+    if target.endswith(".json"):
+        return budget.ChainProfile.load(target)
+    loaded = load(target, batch, seq, config)
+    with progress.status("measuring blocks"), users_code(f"a step of {target}"):
+        return budget.measure(loaded.model, *loaded.args, **loaded.kwargs)
+
+
+def parse_budget(text: str) -> str | int | float:
+    """Read a memory budget: a number of bytes, a fraction, or text with a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def parse_plan(text: str) -> PlanFunction:
     """Read a plan function as it is written in Python, such as ``every(2)``.
 
@@ -269,7 +328,7 @@ def parse_plan(text: str) -> PlanFunction:
 def known_plugins() -> Iterator[dict[str, Any]]:
     """Describe the plugins of blockhooks, and those that entry points offer."""
     defaults = {factory.__name__ for factory in DEFAULT_HOOKS}
-    built_in = (Checkpoint, Profile, *DEFAULT_HOOKS)
+    built_in = (Checkpoint, Selective, Offload, Profile, *DEFAULT_HOOKS)
     for plugin in built_in:
         yield describe(plugin, "blockhooks", plugin.__name__ in defaults)
     for entry in entry_points(group=hookspecs.PROJECT):

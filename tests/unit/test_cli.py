@@ -191,6 +191,29 @@ def test_verify_of_a_model_that_is_not_deterministic_is_exit_code_1(call):
     assert "not deterministic" in out
 
 
+def test_plan(call, tmp_path):
+    options = ["--memory-budget", "1.0", "--save", "costs.json", "--json"]
+    code, out, _ = call("plan", "users_code:positional", *options)
+    assert code == 0
+    segments = json.loads(out)["segments"]
+    assert [segments[0]["start"], segments[-1]["stop"]] == [0, 3]
+    code, out, _ = call("plan", "costs.json", "--memory-budget", "1GiB", "--picture", "p.png")
+    assert code == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_that_no_plan_keeps_is_exit_code_1(call):
+    code, _, err = call("plan", "users_code:positional", "--memory-budget", "1")
+    assert code == 1
+    assert "budget" in err
+
+
+def test_a_budget_that_is_none_is_exit_code_2(call):
+    code, _, err = call("plan", "users_code:positional", "--memory-budget", "plenty")
+    assert code == 2
+    assert "found 'plenty'" in err
+
+
 def test_plugins(call):
     code, out, _ = call("plugins", "--json")
     assert code == 0
@@ -226,7 +249,7 @@ def test_each_command_has_help_with_an_example(call):
     commands = [
         command.name or command.callback.__name__ for command in cli.app.registered_commands
     ]
-    assert set(commands) >= {"demo", "profile", "verify", "plugins", "version"}
+    assert set(commands) >= {"demo", "profile", "plan", "verify", "plugins", "version"}
     for command in commands:
         code, out, _ = call(command, "--help")
         assert code == 0
