@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockhooks.chain import HookChain, Hooks
-from blockhooks.lowering import lower, run_lowered
+from blockhooks.lowering import lower, may_recompute, run_lowered
 from blockhooks.run import Block, Hidden, Run
 
 __all__ = ["apply_blocks"]
@@ -53,8 +53,9 @@ def apply_blocks(
     if torch.compiler.is_compiling():
         blocks = tuple(blocks)
         plan = lower(_plugins(hooks), blocks)
-        if plan is not None:
-            return run_lowered(plan, blocks, x, args, kwargs, carry, collect)
+        recompute = None if plan is None else may_recompute(blocks)
+        if plan is not None and recompute is not None:
+            return run_lowered(plan, blocks, x, args, kwargs, carry, collect, recompute)
         return _uncompiled(blocks, x, args, kwargs, hooks, carry, collect)
     return _hooked(blocks, x, args, kwargs, hooks, carry, collect)
 

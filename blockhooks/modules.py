@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from blockhooks.apply import apply_blocks
 from blockhooks.calls import call_block
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.hooks.checkpoint import Checkpoint
-from blockhooks.lowering import lower
+from blockhooks.lowering import lower, may_recompute, traced_checkpoint
 from blockhooks.run import Hidden, Run
 
 __all__ = ["Checkpointed", "HookedBlock", "HookedBlocks"]
@@ -143,10 +142,11 @@ def _compiled(block: HookedBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Lower the block's call (R10), or leave it between two graphs."""
     assert block._hook_chain is not None
     plan = lower(block._hook_chain.plugins, (block._hooked,))
-    if plan is None:
+    recompute = None if plan is None else may_recompute((block._hooked,))
+    if plan is None or recompute is None:
         return _uncompiled(block, args, kwargs)
-    if any(recompute for _, _, recompute, _ in plan) and torch.is_grad_enabled():
-        return torch_checkpoint(block._hooked.forward, *args, use_reentrant=False, **kwargs)
+    if recompute and any(dropped for _, _, dropped, _ in plan) and torch.is_grad_enabled():
+        return traced_checkpoint(block._hooked.forward, *args, **kwargs)
     return block._hooked.forward(*args, **kwargs)
 
 

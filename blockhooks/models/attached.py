@@ -12,12 +12,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
-from blockhooks.lowering import lower
+from blockhooks.lowering import lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
     Blocks,
     Stack,
@@ -378,10 +377,11 @@ class _Block:
         """The lowering of one block (R10); what cannot be lowered runs between two graphs, with all of its hooks."""
         if self.stack.inside:
             return plain(*args, **kwargs)
-        if self.lowered is None:
+        recompute = None if self.lowered is None else may_recompute((plain.__self__,))  # type: ignore[attr-defined]
+        if recompute is None:
             return _uncompiled(self, plain, args, kwargs)
-        if self.lowered and torch.is_grad_enabled():
-            return torch_checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        if recompute and self.lowered and torch.is_grad_enabled():
+            return traced_checkpoint(plain, *args, **kwargs)
         return plain(*args, **kwargs)
 
 
