@@ -36,7 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from blockhooks.errors import OffloadError, import_extra
-from blockhooks.saved import Kept, Value, Versioned, hooks_around
+from blockhooks.saved import Kept, Value, hooks_around
 
 fcntl: ModuleType | None
 try:
@@ -172,7 +172,7 @@ class _Forward:
         self.offloader, self.where, self.stay, self.batch = offloader, where, stay, batch
         self.storages: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Away]]] = {}
 
-    def pack(self, tensor: Tensor) -> Kept | _Moved:
+    def pack(self, tensor: Tensor) -> Kept:
         away = self.away(tensor) if _movable(tensor) else None
         if away is None:
             return Kept(tensor, self.where)
@@ -217,21 +217,24 @@ def _identities(tensors: Iterable[Tensor]) -> set[int]:
     }
 
 
-class _Moved:
+class _Moved(Kept):
     """A saved tensor whose storage is away."""
 
-    __slots__ = ("_away", "_dtype", "_offset", "_size", "_stride", "_version")
+    __slots__ = ("_away", "_dtype", "_offset", "_size", "_stride")
 
     def __init__(self, away: _Away, tensor: Tensor, where: str) -> None:
+        super().__init__(tensor, where)
         self._away, self._dtype = away, tensor.dtype
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
-        alias = tensor.detach()
-        alias.data = alias.new_empty(0)  # keeps the version counter alone
-        self._version = Versioned(tensor, alias, where)
+        self.tensor = tensor.detach()
+        self.tensor.data = tensor.new_empty(0)  # of the tensor, the version counter remains
+
+    def _shape(self) -> list[int]:
+        return list(self._size)
 
     def get(self) -> Tensor:
-        self._version.check()
+        super().get()
         self._away.batch.ask()
         data = self._away.take()
         offset = data.storage_offset() // self._dtype.itemsize + self._offset
@@ -239,7 +242,7 @@ class _Moved:
         return empty.set_(data.untyped_storage(), offset, self._size, self._stride)
 
 
-def _unpack(saved: Kept | _Moved) -> Tensor:
+def _unpack(saved: Kept) -> Tensor:
     return saved.get()
 
 

@@ -122,7 +122,7 @@ class _Rebuilt(_Value):
     def __init__(
         self,
         recipe: Recipe,
-        sources: tuple[_Value | None, ...],
+        sources: list[_Value | None],
         constants: dict[str, Any],
         key: Any,
     ) -> None:
@@ -179,10 +179,13 @@ def _call(
     function: Callable[..., Any], tensors: list[Tensor | None], constants: dict[str, Any]
 ) -> Any:
     """Compute as it was computed below autograd and autocast."""
+    grad, autocast = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+    if not (grad or autocast):
+        return function(*tensors, **constants)
     with contextlib.ExitStack() as stack:
-        if torch.is_grad_enabled():
+        if grad:
             stack.enter_context(torch.no_grad())
-        if torch._C._is_any_autocast_enabled():
+        if autocast:
             for device in {tensor.device.type for tensor in tensors if tensor is not None}:
                 stack.enter_context(torch.autocast(device, enabled=False))
         return function(*tensors, **constants)
@@ -200,11 +203,11 @@ def _same(tensor: Tensor | None, other: Tensor) -> bool:
         return torch.equal(a.view(bits), b.view(bits))
 
 
-def _constant(node: Node, name: str, output_nr: int) -> Any:
+def _constant(node: Node, name: str, output_nr: int, result: Tensor | None) -> Any:
     if name == "output_nr":
         return output_nr
     if name in ("shape", "dtype"):
-        return getattr(node._input_metadata[output_nr], name)
+        return getattr(node._input_metadata[output_nr] if result is None else result, name)
     value = getattr(node, f"_saved_{name}")
     return [_signed(item) for item in value] if isinstance(value, (tuple, list)) else _signed(value)
 
@@ -216,6 +219,15 @@ def _signed(value: Any) -> Any:
 
 def _frozen(constants: dict[str, Any]) -> Any:
     return tuple(tuple(v) if isinstance(v, list) else v for v in constants.values())
+
+
+def _input(node: Node, place: int) -> _Result | None:
+    """Return the node of an operation's input and which of its results it is; None if it has no derivative."""
+    edges = node.next_functions
+    if place >= len(edges):
+        return None
+    origin, output_nr = edges[place]
+    return None if origin is None else (origin, output_nr)
 
 
 class _Forward:
@@ -252,7 +264,11 @@ class _Forward:
         value: _Value
         if self.outer is None:
             value = _Kept(tensor, self.where)
-            if result is not None and tensor.layout is torch.strided:
+            if (
+                result is not None
+                and tensor.layout is torch.strided
+                and tensor.nbytes >= self.min_bytes
+            ):
                 self.storages[tensor.untyped_storage()._cdata] = weakref.ref(value)
         else:
             value = _Handed(tensor, self.outer)
@@ -279,7 +295,7 @@ class _Forward:
             there = self.storages.get(tensor.untyped_storage()._cdata)
             if there is not None and there() is not None:
                 return None  # a view of what is kept
-        value = self.result(node, tensor.output_nr, 0)
+        value = self.result(node, tensor.output_nr, 0, tensor)
         if not isinstance(value, _Rebuilt) or not self.trust(value, tensor):
             return None
         return value
@@ -294,52 +310,56 @@ class _Forward:
             self.trusted[key] = _same(value.peek(), tensor)
         return self.trusted[key]
 
-    def result(self, node: Node, output_nr: int, depth: int) -> _Value | None:
-        """Return the value that a node's operation gave, if it is kept or can be rebuilt."""
+    def result(
+        self, node: Node, output_nr: int, depth: int, tensor: Tensor | None = None
+    ) -> _Value | None:
+        """Return the value that a node's operation gave, if it is kept or can be rebuilt.
+
+        Args:
+            node: The node.
+            output_nr: Which of its results.
+            depth: How many recipes stand upon this one.
+            tensor: The result itself, where it is at hand.
+        """
         known = self.values.get((node, output_nr))
         value = known() if known is not None else None
         if value is None:
-            value = self.make(node, output_nr, depth)
+            value = self.make(node, output_nr, depth, tensor)
             if value is not None:
                 self.values[node, output_nr] = weakref.ref(value)
         elif isinstance(value, (_Kept, _Handed)) and value.peek() is None:
             return None
         return value
 
-    def make(self, node: Node, output_nr: int, depth: int) -> _Rebuilt | None:
+    def make(
+        self, node: Node, output_nr: int, depth: int, tensor: Tensor | None
+    ) -> _Rebuilt | None:
         recipe = RECIPES.get(type(node).__name__)
         if recipe is None or depth == DEPTH or node._sequence_nr() < self.begin:
             return None
         if output_nr and "output_nr" not in recipe.constants:
             return None
-        edges = node.next_functions
         sources: list[_Value | None] = []
         for place, name in enumerate(recipe.tensors):
-            optional = name.endswith("?")
-            edge = edges[place] if place < len(edges) else (None, 0)
-            source = self.source(node, name.rstrip("?"), edge, depth)
-            if source is None and not (optional and edge[0] is None):
+            source = self.source(node, place, name.rstrip("?"), depth)
+            if source is None:
+                if not (name.endswith("?") and _input(node, place) is None):
+                    return None
+            elif source.depth >= DEPTH:
                 return None
             sources.append(source)
-        if all(source is None for source in sources) or any(s.depth >= DEPTH for s in sources if s):
-            return None
-        constants = {name: _constant(node, name, output_nr) for name in recipe.constants}
-        key = (
-            recipe.function,
-            tuple(source and source.key for source in sources),
-            _frozen(constants),
-        )
-        return _Rebuilt(recipe, tuple(sources), constants, key)
+        constants = {name: _constant(node, name, output_nr, tensor) for name in recipe.constants}
+        made_of = tuple([None if source is None else source.key for source in sources])
+        key = (recipe.function, made_of, _frozen(constants))
+        return _Rebuilt(recipe, sources, constants, key)
 
-    def source(
-        self, node: Node, name: str, edge: tuple[Node | None, int], depth: int
-    ) -> _Value | None:
+    def source(self, node: Node, place: int, name: str, depth: int) -> _Value | None:
         """Return a tensor that an operation was given, or a result that its node saved."""
-        saved = getattr(node, f"_raw_saved_{name}", None)
+        saved = getattr(node, "_raw_saved_" + name, None)
         data = None if saved is None else saved.data
         if isinstance(data, _Value):
             return data if data.depth or data.peek() is not None else None
         if isinstance(data, Tensor) and data.dim() == 0 and not data.requires_grad:
             return _Constant(data)
-        origin, output_nr = edge
-        return None if origin is None else self.result(origin, output_nr, depth + 1)
+        origin = _input(node, place)
+        return None if origin is None else self.result(*origin, depth + 1)

@@ -75,7 +75,8 @@ def _operation(node: str, function: Callable[..., Tensor], *tensors: str, **name
     def call(*values: Tensor, **constants: Any) -> Tensor:
         return function(*values, **{names[name]: value for name, value in constants.items()})
 
-    recipe(node, *tensors, constants=tuple(names))(call if names else function)
+    alike = all(name == there for name, there in names.items())
+    recipe(node, *tensors, constants=tuple(names))(function if alike else call)
 
 
 # Activations and other pointwise operations of one tensor.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockhooks.errors import RecomputeError
 
-__all__ = ["HookPair", "Kept", "Value", "Versioned", "hooks_around"]
+__all__ = ["HookPair", "Kept", "Value", "hooks_around"]
 
 HookPair: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -79,64 +79,55 @@ def _at_end_of_backward(value: weakref.ref[Value]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(let_go)
 
 
-class Versioned:
-    """The version of a saved tensor, which autograd itself does not check where a saved-tensor hook is.
+class Kept(Value):
+    """A tensor that is kept, or the mere version of one that is elsewhere.
+
+    Autograd itself checks no versions where a saved-tensor hook is.
 
     Args:
         tensor: The tensor as it is saved.
-        alias: A tensor without a graph that shares its version counter, and perhaps no memory.
         where: Names what runs, in errors.
+
+    Attributes:
+        tensor: The tensor without its graph.
     """
 
-    __slots__ = ("_alias", "_maker", "_shape", "_where", "version")
-
-    def __init__(self, tensor: Tensor, alias: Tensor, where: str) -> None:
-        node = tensor.grad_fn
-        self._alias, self._where = alias, where
-        self._maker = None if node is None else type(node)
-        self._shape, self.version = tensor.shape, tensor._version
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the tensor has not been changed in place since it was saved."""
-        return self._alias._version == self.version
-
-    def check(self) -> None:
-        """Raise a RecomputeError if the tensor was changed in place since it was saved."""
-        found = self._alias._version
-        if found != self.version:
-            maker = "" if self._maker is None else f", a result of {self._maker.__name__},"
-            raise RecomputeError(
-                f"{self._where}: one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(self._shape)}{maker} is at version {found}, "
-                f"expected version {self.version}. Change a copy of it, or run the backward first."
-            )
-
-
-class Kept(Value):
-    """A tensor that is kept.
-
-    Args:
-        tensor: The tensor.
-        where: Names what runs, in errors.
-    """
-
-    __slots__ = ("_version", "tensor")
+    __slots__ = ("_maker", "_version", "_where", "tensor")
 
     def __init__(self, tensor: Tensor, where: str) -> None:
         super().__init__()
-        # An output of the node that saves it would keep that node alive, and so itself.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = Versioned(tensor, self.tensor, where)
+        self._where, self._version = where, tensor._version
+        node = tensor.grad_fn
+        if node is None:
+            self.tensor, self._maker = tensor, None
+        else:
+            # An output of the node that saves it would keep that node alive, and so itself.
+            self.tensor, self._maker = tensor.detach(), type(node)
 
     @property
     def unchanged(self) -> bool:
         """Whether the tensor has not been changed in place since it was saved."""
-        return self._version.unchanged
+        return self.tensor._version == self._version
 
     def get(self) -> Tensor:
-        """Return the tensor, if it is unchanged."""
-        self._version.check()
+        """Return the tensor, if it is unchanged.
+
+        Raises:
+            RecomputeError: If it was changed in place since it was saved.
+        """
+        if self.tensor._version != self._version:
+            raise self._changed()
         return self.tensor
 
     take = hold = get
+
+    def _changed(self) -> RecomputeError:
+        maker = "" if self._maker is None else f", a result of {self._maker.__name__},"
+        return RecomputeError(
+            f"{self._where}: one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {self._shape()}{maker} is at version {self.tensor._version}, expected "
+            f"version {self._version}. Change a copy of it, or run the backward first."
+        )
+
+    def _shape(self) -> list[int]:
+        return list(self.tensor.shape)
