@@ -377,7 +377,7 @@ class _Block:
         """The lowering of one block (R10); what cannot be lowered runs between two graphs, with all of its hooks."""
         if self.stack.inside:
             return plain(*args, **kwargs)
-        recompute = None if self.lowered is None else may_recompute((plain.__self__,))  # type: ignore[attr-defined]
+        recompute = None if self.lowered is None else may_recompute((plain.args[0],))  # type: ignore[attr-defined]
         if recompute is None:
             return _uncompiled(self, plain, args, kwargs)
         if recompute and self.lowered and torch.is_grad_enabled():
