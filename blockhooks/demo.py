@@ -13,6 +13,7 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.nn import functional
 
 from blockhooks import memory
 from blockhooks.apply import apply_blocks
+from blockhooks.budget import pareto
 from blockhooks.chain import HookChain
 from blockhooks.errors import BlockhooksError, import_extra
 from blockhooks.hooks.checkpoint import Checkpoint
@@ -225,13 +227,15 @@ class Way:
     Args:
         name: What it is called in tables and pictures.
         options: The options of the demo.
-        plugins: Plugins of the hook chain; None is the plain loop.
+        plugins: Plugins of the hook chain, to which a profile is added; None is the plain loop.
     """
 
     def __init__(self, name: str, options: Options, plugins: Sequence[object] | None) -> None:
         self.name = name
-        self.plugins = plugins
-        self.hooks = None if plugins is None else HookChain(plugins)
+        self.profile = Profile()
+        self.plugins = [] if plugins is None else list(plugins)
+        self.profiled = HookChain([*self.plugins, self.profile])
+        self.hooks = None if plugins is None else self.profiled
         torch.manual_seed(options.seed)
         self.model = GPT(options.layers, options.width, options.seq).to(options.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -271,15 +275,16 @@ class Way:
 
     def measure(self, batch: tuple[Tensor, Tensor]) -> None:
         """Take one more step, without an update, and record its live bytes over time."""
-        spans = Spans()
-        # Outermost, so that a span covers all that the chain does for a block.
-        hooks = None if self.plugins is None else HookChain([spans, *self.plugins])
-        self.optimizer.zero_grad(set_to_none=False)
-        with memory.peak(batch[0].device, timeline=True) as meter:
+        device, spans = batch[0].device, Spans()
+        hooks: HookChain | None = None
+        watched: AbstractContextManager[None] = nullcontext()
+        if self.hooks is not None:
+            # Outermost, so that a span covers all that the chain does for a block.
+            hooks = HookChain([spans, *self.hooks.plugins])
+            watched = self.profile.measure(device)
+        with watched, memory.peak(device, timeline=True) as meter:
             began = time.perf_counter_ns()
-            loss = self.forward(*batch, hooks)
-            forward_done = clock(batch[0])
-            torch.autograd.backward(loss)
+            forward_done = self.run(batch, hooks)
             done = clock(batch[0])
         self.timeline = Timeline(
             peak=meter.peak,
@@ -288,6 +293,23 @@ class Way:
             done=done - began,
             recomputes=[(start - began, stop - began) for start, stop in spans.recomputes],
         )
+
+    def complete_profile(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Profile some steps of the plain loop, too; its own steps were taken without any hooks."""
+        if self.hooks is not None:
+            return
+        for _ in range(2):
+            self.run(batch, self.profiled)
+        with self.profile.measure(batch[0].device):
+            self.run(batch, self.profiled)
+
+    def run(self, batch: tuple[Tensor, Tensor], hooks: HookChain | None) -> int:
+        """Do forward and backward, and return when the forward was done, in ns."""
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = self.forward(*batch, hooks)
+        forward_done = clock(batch[0])
+        torch.autograd.backward(loss)
+        return forward_done
 
 
 class Spans:
@@ -367,7 +389,7 @@ def bit_equal(way: Way, first: Way) -> bool:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def figures(options: Options, ways: Sequence[Way], profile: dict[str, Any]) -> dict[str, Any]:
+def figures(options: Options, ways: Sequence[Way]) -> dict[str, Any]:
     """Collect all that was found, ready for JSON."""
     first = ways[0]
     return {
@@ -388,11 +410,11 @@ def figures(options: Options, ways: Sequence[Way], profile: dict[str, Any]) -> d
                 "peak_ratio": way.timeline.peak / first.timeline.peak,
                 "time_ratio": time_ratio(way, first),
                 "steps": [asdict(step) for step in way.steps],
-                "hooks": [] if way.plugins is None else [type(p).__name__ for p in way.plugins],
+                "hooks": [] if way.hooks is None else [type(p).__name__ for p in way.hooks.plugins],
+                "profile": way.profile.to_dict(),
             }
             for way in ways
         },
-        "profile": profile,
     }
 
 
@@ -437,8 +459,10 @@ def summary_table(ways: Sequence[Way]) -> Table:
 
 WRITTEN = {
     "memory.png": "live activations over one step of each way",
+    "report.html": "all ways side by side, block by block; open it in a browser",
     "trace.json": "the blocks over time; open it at https://ui.perfetto.dev",
     "figures.json": "all figures",
+    "pareto.png": "time against memory: what other budgets would give",
 }
 COLORS = {"forward": "#0072b2", "recompute": "#e69f00", "backward": "#56b4e9"}
 HATCHES = {"forward": None, "recompute": "////", "backward": None}
@@ -518,11 +542,11 @@ def draw_panel(axes: Any, way: Way, first: Way) -> None:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def make_ways(options: Options, profile: Profile) -> list[Way]:
+def make_ways(options: Options) -> list[Way]:
     """Build the ways to compare, the plain loop first."""
     ways = [
         Way("plain", options, None),
-        Way("checkpoint", options, [Checkpoint(), profile, RNGSnapshot()]),
+        Way("checkpoint", options, [Checkpoint(), RNGSnapshot()]),
     ]
     if options.memory_budget:
         name = f"budget {options.memory_budget:.0%}"
@@ -531,12 +555,39 @@ def make_ways(options: Options, profile: Profile) -> list[Way]:
 
 
 def train(options: Options, ways: Sequence[Way], advance: Callable[[], None]) -> None:
-    """Take every step in every way in turn."""
+    """Take every step in every way in turn, then measure one more of each."""
     stream = batches(read_text(options), options)
     for number, batch in zip(range(options.steps), stream, strict=False):
         for way in ways:
             way.step(batch, options.seed + number, ways[0])
             advance()
+    batch = next(stream)
+    for way in ways:
+        way.measure(batch)
+        way.complete_profile(batch)
+        advance()
+
+
+def write(options: Options, ways: Sequence[Way]) -> list[str]:
+    """Write all files, and return their names."""
+    out = options.out
+    draw(options, ways, out / "memory.png")
+    ways[1].profile.chrome_trace(out / "trace.json")
+    (out / "figures.json").write_text(json.dumps(figures(options, ways), indent=2) + "\n")
+    planners = [p.planner for way in ways for p in way.plugins if isinstance(p, Checkpoint)]
+    planner = next((planner for planner in planners if planner is not None), None)
+    curve, chosen = None, None
+    if planner is not None and planner.plans:
+        curve, chosen = pareto(planner.profiles[0]), planner.plans[0]
+        curve.plot(out / "pareto.png", chosen)
+    ways[-1].profile.report(
+        out / "report.html",
+        {way.name: way.profile for way in ways[:-1]},
+        name=ways[-1].name,
+        pareto=curve,
+        plan=chosen,
+    )
+    return [name for name in WRITTEN if name != "pareto.png" or curve is not None]
 
 
 def run(options: Options, console: Console) -> bool:
@@ -550,27 +601,15 @@ def run(options: Options, console: Console) -> bool:
         Whether every loss, every gradient and every random state was bit for bit the plain loop's.
     """
     progress = import_extra("rich.progress", "demo", "the demo")
-    profile = Profile()
     options.out.mkdir(parents=True, exist_ok=True)
     with progress.Progress(console=console, transient=True) as bar:
-        ways = make_ways(options, profile)
+        ways = make_ways(options)
         task = bar.add_task("training", total=(options.steps + 1) * len(ways))
-        advance = partial(bar.advance, task)
-        train(options, ways, advance)
-        # Before the measured steps: the meter slows them down, and a profile of it would show that.
-        blocks, block_table = profile.to_dict(), profile.table()
-        profile.chrome_trace(options.out / "trace.json")
-        batch = next(batches(read_text(options), options))
-        for way in ways:
-            way.measure(batch)
-            advance()
-    draw(options, ways, options.out / "memory.png")
-    found = figures(options, ways, blocks)
-    (options.out / "figures.json").write_text(json.dumps(found, indent=2) + "\n")
+        train(options, ways, partial(bar.advance, task))
+    written = write(options, ways)
     console.print(loss_table(ways), summary_table(ways))
-    console.print(block_table, markup=False, highlight=False, soft_wrap=True)
-    for name, meaning in WRITTEN.items():
-        console.print(
-            f"{options.out / name}: {meaning}", markup=False, highlight=False, soft_wrap=True
-        )
+    console.print(ways[1].profile.table(), markup=False, highlight=False, soft_wrap=True)
+    for name in written:
+        told = f"{options.out / name}: {WRITTEN[name]}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     return all(bit_equal(way, ways[0]) for way in ways)
