@@ -144,7 +144,11 @@ class _Batch:
 
 
 class _Away(Value):
-    """The bytes of a storage, in another place."""
+    """The bytes of a storage, in another place.
+
+    Attributes:
+        batch: What moves together with them.
+    """
 
     __slots__ = ("batch",)
     batch: _Batch
@@ -272,65 +276,65 @@ class _OnHost(_Away):
         side: The stream for transfers.
     """
 
-    __slots__ = ("_coming", "_copied", "_here", "_host", "_side", "_stream")
+    __slots__ = ("_arrived", "_coming", "_copied", "_here", "_home", "_host", "_side")
 
     def __init__(self, data: Tensor, side: torch.cuda.Stream) -> None:
         super().__init__()
-        self._side, self._stream = side, torch.cuda.current_stream(data.device)
+        self._here: Tensor | None = None
+        self._coming: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._side, self._home = side, torch.cuda.current_stream(data.device)
         self._host = torch.empty(data.nbytes, dtype=torch.uint8, pin_memory=True)
-        self._here: Tensor | None = data
-        self._coming: tuple[Tensor, torch.cuda.Event, torch.cuda.Stream] | None = None
-        side.wait_stream(self._stream)
+        side.wait_stream(self._home)
         with torch.cuda.stream(side):
             self._host.copy_(data, non_blocking=True)
             self._copied: torch.cuda.Event = side.record_event()
+        self._here = data
 
     def leave(self) -> None:
-        """Free the memory on the device, for what its stream computes after the transfer."""
         if self._here is not None:
-            self._stream.wait_event(self._copied)
+            # The memory is used again by what this stream computes after the transfer.
+            self._home.wait_event(self._copied)
             self._here = None
 
     def ask(self) -> None:
         if self._here is not None or self._coming is not None or self._held is not None:
             return
-        # Allocated on the stream that computes, and written when that has come to this point.
-        stream = torch.cuda.current_stream(self._side.device)
-        with torch.cuda.device(self._side.device):
-            data = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._side.device)
-        self._side.wait_stream(stream)
+        device = self._side.device
+        self._home = torch.cuda.current_stream(device)
+        self._coming = torch.empty(self._host.nbytes, dtype=torch.uint8, device=device)
+        # What the memory was used for before has to be over, and no more than that.
+        self._side.wait_stream(self._home)
         with torch.cuda.stream(self._side):
-            data.copy_(self._host, non_blocking=True)
-            self._coming = data, self._side.record_event(), stream
+            self._coming.copy_(self._host, non_blocking=True)
+            self._arrived = self._side.record_event()
 
     def get(self) -> Tensor:
         if self._here is not None:
             return self._here
         self.ask()
-        assert self._coming is not None
-        data, arrived, allocated_on = self._coming
-        self._coming = None
+        data = self._coming
+        assert data is not None
+        self._settle()
+        return data
+
+    def take(self) -> Tensor:
+        data = super().take()
         stream = torch.cuda.current_stream(self._side.device)
-        stream.wait_event(arrived)
-        if stream != allocated_on:
-            allocated_on.wait_event(arrived)
+        if self._arrived is not None and stream != self._home:
+            stream.wait_event(self._arrived)
             data.record_stream(stream)
         return data
 
-    def _drop(self) -> None:
-        """Free what is in transfer, on its stream after the transfer."""
-        if self._coming is not None:
-            _, arrived, stream = self._coming
-            stream.wait_event(arrived)
+    def _settle(self) -> None:
+        """Let the stream that the memory was allocated on wait until it is written: before its use and its end."""
+        if self._coming is not None and self._arrived is not None:
+            self._home.wait_event(self._arrived)
             self._coming = None
-
-    def let_go(self) -> None:
-        super().let_go()
-        self._drop()
 
     def __del__(self) -> None:
         self.leave()
-        self._drop()
+        self._settle()
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
