@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
+from blockhooks.errors import BudgetError
 from blockhooks.measuring import ModeContext, measure_block
 from blockhooks.plan import Mode, Segment, every, tree
 from blockhooks.recompute import _OPEN, _RECOMPUTING, can_recompute, is_recomputing
@@ -46,6 +47,7 @@ class _Chain:
         apart: Whether its blocks are called one by one by somebody's own loop, so that a segment is one block.
         costs: What was measured, by block.
         plan: The plan, once all is measured.
+        base: Bytes that were allocated beside the blocks' activations when the plan was made.
     """
 
     key: Signature
@@ -54,6 +56,12 @@ class _Chain:
     apart: bool
     costs: dict[int, BlockCosts] = field(default_factory=dict)
     plan: Plan | None = None
+    base: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the costs of all blocks are known."""
+        return len(self.costs) == self.count
 
     def measuring_plan(self) -> tuple[Segment, ...]:
         """A plan of little memory in which each block is a segment of its own."""
@@ -86,31 +94,86 @@ class Planner:
         self.modes = dict(modes or {})
         self._chains: dict[Signature, _Chain] = {}
         self._current: dict[Signature, _Chain] = {}
+        self._step: list[
+            _Chain
+        ] = []  # the stacks that were called in this step, each by its own loop
         self._measuring = False
 
     # ---- the plan of a run ----------------------------------------------------------------------------------------
 
     def prepare(self, run: Run) -> tuple[Segment, ...]:
         """Plan a run of which x is not known yet: what is called one by one has it among its side inputs."""
-        run.state[self] = None
-        return self._segments(run, (), apart=True)
+        if not can_recompute():  # nothing is kept, and nothing can be measured
+            return every(1)(len(run.blocks))
+        chain = self._chain_of(run, (), apart=True)
+        if any(other.key[0] == chain.key[0] for other in self._step):
+            self._end_step()
+        self._step.append(chain)
+        run.state[self] = chain
+        return self._begun(chain)
 
     def plan(self, run: Run, x: Hidden) -> None:
         """Plan a run that begins with x, unless each of its blocks is a run of its own."""
-        if self in run.state:
-            run.segments = self._segments(run, x, apart=False)
+        prepared = run.state.get(self)
+        if prepared is None:
+            return
+        self._step.remove(prepared)
+        chain = self._chain_of(run, x, apart=False)
+        base = self._base(x)
+        if chain.measured and (chain.plan is None or base > chain.base):
+            self._solve([chain], base)
+        run.segments = self._begun(chain)
 
-    def _segments(self, run: Run, x: Hidden, *, apart: bool) -> tuple[Segment, ...]:
-        if not can_recompute():  # nothing is kept, and nothing can be measured
-            return every(1)(len(run.blocks))
-        blocks, given = _blocks(run), (x, run.args, run.kwargs)
-        key = (blocks, apart, _signature(given), torch.is_autocast_enabled())
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = _Chain(key, _about(given), len(run.blocks), apart)
-        self._current[blocks] = chain
+    def _chain_of(self, run: Run, x: Hidden, *, apart: bool) -> _Chain:
+        given = (x, run.args, run.kwargs)
+        key = (_blocks(run), apart, _signature(given), torch.is_autocast_enabled())
+        return self._chains.get(key) or _Chain(key, _about(given), len(run.blocks), apart)
+
+    def _begun(self, chain: _Chain) -> tuple[Segment, ...]:
+        self._current[chain.key[0]] = chain
         self._measuring = any(chain.plan is None for chain in self._current.values())
         return chain.measuring_plan() if chain.plan is None else chain.plan.segments
+
+    def _end_step(self) -> None:
+        """Plan the stacks of a model together: their activations are held at the same time."""
+        fresh = [chain for chain in self._step if chain.measured and chain.plan is None]
+        step, self._step = self._step, []
+        if fresh:
+            planned = sum(chain.plan.peak for chain in step if chain.plan is not None)
+            self._solve(fresh, self._base(None) + planned)
+
+    def _solve(self, chains: Sequence[_Chain], base: int) -> None:
+        """Plan stacks that follow each other within what the budget leaves beside `base` bytes.
+
+        Raises:
+            BudgetError: If no plan keeps the budget.
+        """
+        blocks = [block for chain in chains for block in chain.profile().blocks]
+        solver = Solver(ChainProfile(blocks=tuple(blocks)), apart=chains[0].apart)
+        budget = self.memory_budget
+        if not isinstance(budget, float):
+            budget = max(budget_in_bytes(budget, 0) - base, 1)
+        try:
+            segments = solver.solve(budget).segments
+        except BudgetError as error:
+            if base:
+                error.add_note(
+                    f"{format_bytes(base)} of the budget are allocated already, beside these blocks"
+                )
+            raise
+        start = 0
+        for chain in chains:
+            own = _cut(segments, start, start + chain.count)
+            chain.plan, chain.base = Solver(chain.profile()).plan(own), base
+            start += chain.count
+
+    def _base(self, x: Hidden) -> int:
+        """Bytes of a peak beside the blocks' activations: parameters, gradients, what the optimizer holds."""
+        tensors = tensors_in(x)
+        on_host = bool(tensors) and tensors[0].device.type == "cpu"
+        if isinstance(self.memory_budget, float) or on_host or not torch.accelerator.is_available():
+            return 0
+        return torch.accelerator.memory_allocated()
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 
@@ -146,8 +209,8 @@ class Planner:
                 name=run.name(index),
                 modes=self.modes,
             )
-        if len(chain.costs) == chain.count:
-            chain.plan = Solver(chain.profile(), apart=chain.apart).solve(self.memory_budget)
+        if chain.measured and not chain.apart:
+            self._solve([chain], self._base(x))
 
     def _remember(self, chain: _Chain) -> None:
         while len(self._chains) >= REMEMBERED and chain.key not in self._chains:
@@ -159,7 +222,7 @@ class Planner:
     @property
     def profiles(self) -> list[ChainProfile]:
         """The profiles of all stacks and shapes that were measured."""
-        return [chain.profile() for chain in self._chains.values() if chain.plan is not None]
+        return [chain.profile() for chain in self._chains.values() if chain.measured]
 
     @property
     def plans(self) -> list[Plan]:
@@ -181,6 +244,20 @@ class Planner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Planner, (self.memory_budget, self.modes)
+
+
+def _cut(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
+    """Return the part of a plan for blocks ``start..stop-1`` as a plan of its own."""
+    whole = (start, stop) == (0, segments[-1].stop)
+    return (
+        tuple(segments)
+        if whole
+        else tuple(
+            Segment(max(s.start, start) - start, min(s.stop, stop) - start, mode=s.mode)
+            for s in segments
+            if s.start < stop and s.stop > start
+        )
+    )
 
 
 def _executing(region: Region, factories: Factories) -> Callable[..., Any]:
