@@ -93,6 +93,8 @@ def lower(plugins: Iterable[Any], blocks: tuple[Block, ...]) -> Lowered | None:
     checkpoint = None
     for plugin in plugins:
         if isinstance(plugin, Checkpoint) and checkpoint is None:
+            if plugin.save is not None or plugin.planner is not None:
+                return None
             checkpoint = plugin
         elif not isinstance(plugin, (RNGSnapshot, StateSnapshot, VersionGuard)):
             return None

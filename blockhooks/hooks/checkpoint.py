@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+from torch._ops import OpOverload
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from blockhooks.errors import HookError, PlanError
 from blockhooks.hookspecs import hookimpl
@@ -31,6 +35,9 @@ class Checkpoint:
         memory_budget: In place of a plan, the peak that a step may have, as ``"8GiB"``, as bytes, or as a float in
             (0, 1]: a fraction of the plain loop's activation peak. The first step at each shape measures the blocks,
             in little memory; from the second on the fastest plan within the budget holds. See `report`.
+        save: Which operations' results a recomputed segment keeps, so that they are not executed again: a list of
+            operators or a policy function, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them.
+            Such a segment can be gone through backward once.
         early_stop: End a recompute once all saved tensors are back. Saves the end of each block (with a linear layer
             last a third of the recompute's FLOPs).
         check: What to compare between forward and recompute: ``"shapes"`` (shape, dtype and device of each saved
@@ -39,6 +46,7 @@ class Checkpoint:
     Raises:
         PlanError: If `plan` is not a plan function, or a plan and a budget are given.
         HookError: If `check` is none of the three.
+        ValueError: If `save` lists something that is no operator overload.
         BudgetError: If `memory_budget` is no budget; or, in the first step, if no plan keeps it.
 
     Note:
@@ -54,6 +62,7 @@ class Checkpoint:
         plan: PlanFunction | None = None,
         *,
         memory_budget: str | int | float | None = None,
+        save: Sequence[OpOverload] | Callable[..., Any] | None = None,
         early_stop: bool = True,
         check: Check = "shapes",
     ) -> None:
@@ -70,7 +79,10 @@ class Checkpoint:
                 f"Checkpoint(check={check!r}): expected one of {', '.join(map(repr, CHECKS))}."
             )
         self.plan = every(1) if plan is None else plan
-        self.early_stop, self.check = early_stop, check
+        if save is not None and not callable(save):
+            save = list(save)
+            create_selective_checkpoint_contexts(save)  # its checks of the operators, at once
+        self.save, self.early_stop, self.check = save, early_stop, check
         self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
         self.planner = (
             None
@@ -102,6 +114,10 @@ class Checkpoint:
         if segment.mode != "recompute":
             return None
         contexts = region.capture(x)
+        around = None
+        if self.save is not None:
+            around, again = create_selective_checkpoint_contexts(self.save)
+            contexts.append(lambda: again)
         result = checkpointed(
             region,
             (x,),
@@ -110,6 +126,7 @@ class Checkpoint:
             check=self.check,
             describe=region.__str__,
             on_keep=region.keep,
+            forward_context=around,
         )
         if self.planner is not None:
             self.planner.measure(run, segment, region, x, contexts)

@@ -3,8 +3,18 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from blockhooks import Checkpoint, HookChain, HookError, PlanError, Segment, apply_blocks, hookimpl, plan
+from blockhooks import (
+    Checkpoint,
+    HookChain,
+    HookError,
+    PlanError,
+    Segment,
+    apply_blocks,
+    hookimpl,
+    plan,
+)
 from tests.agree import differs, layers, leaf, no_trace, outcome, plain, through
 
 
@@ -51,7 +61,9 @@ def rich(run):
         def forward(self, x, memory, cache):
             self.calls += 1
             cache.append(float(x.detach().mean()))
-            return torch.dropout(torch.tanh(self.norm(self.linear(x))) + memory, 0.2, True) / len(cache)
+            return torch.dropout(torch.tanh(self.norm(self.linear(x))) + memory, 0.2, True) / len(
+                cache
+            )
 
     blocks, memory, cache = [Block() for _ in range(6)], leaf(4, number=5), []
     xs = [leaf(6, 4, number=n) for n in range(2)]
@@ -102,7 +114,10 @@ def test_how_often_blocks_run_in_nested_segments():
 def test_it_acts_in_train_and_in_eval_mode(training):
     blocks, calls = layers(2).train(training), []
     for block in blocks:
-        block.up.forward = lambda x, own=block.up: (calls.append(1), nn.functional.linear(x, own.weight, own.bias))[1]
+        block.up.forward = lambda x, own=block.up: (
+            calls.append(1),
+            nn.functional.linear(x, own.weight, own.bias),
+        )[1]
     apply_blocks(blocks, leaf(3, 4), hooks=[Checkpoint()]).sum().backward()
     assert len(calls) == 4
 
@@ -211,21 +226,30 @@ def test_two_checkpoints_nest_as_the_first_plans():
     assert calls == [2, 2]
 
 
-@pytest.mark.parametrize("given", [3, "every", (Segment(0, 1),)], ids=["number", "text", "segments"])
+@pytest.mark.parametrize(
+    "given", [3, "every", (Segment(0, 1),)], ids=["number", "text", "segments"]
+)
 def test_a_plan_that_is_no_function_is_refused(given):
-    with pytest.raises(PlanError, match=r"Checkpoint\(plan=\.\.\.\) expected a plan function such as .*, found"):
+    with pytest.raises(
+        PlanError, match=r"Checkpoint\(plan=\.\.\.\) expected a plan function such as .*, found"
+    ):
         Checkpoint(given)
 
 
 def test_an_unknown_check_is_refused():
-    with pytest.raises(HookError, match=r"Checkpoint\(check='all'\): expected one of 'shapes', 'values', 'none'\."):
+    with pytest.raises(
+        HookError, match=r"Checkpoint\(check='all'\): expected one of 'shapes', 'values', 'none'\."
+    ):
         Checkpoint(check="all")
 
 
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ((Segment(0, 1), Segment(2, 3)), r"plan by hooks\[0\] \(Checkpoint\) .*block 1 is in no segment"),
+        (
+            (Segment(0, 1), Segment(2, 3)),
+            r"plan by hooks\[0\] \(Checkpoint\) .*block 1 is in no segment",
+        ),
         ((Segment(0, 2),), "block 2 is in no segment"),
         ((Segment(0, 2), Segment(1, 3)), "overlap"),
         ((Segment(0, 4),), "reaches beyond the end"),
@@ -240,3 +264,45 @@ def test_a_plan_that_does_not_cover_the_blocks_is_refused(segments, message):
 def test_its_repr_tells_the_plan():
     assert repr(Checkpoint(plan.every(2))) == "Checkpoint(every(2))"
     assert "Checkpoint" in repr(HookChain(Checkpoint()))
+
+
+class _Projects(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+        self.drop = torch.nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+def _saves_addmm(context, operator, *args, **kwargs):
+    return operator == torch.ops.aten.addmm.default
+
+
+@pytest.mark.parametrize(
+    "save", [[torch.ops.aten.addmm.default], _saves_addmm], ids=["list", "policy"]
+)
+def test_saved_operations_are_not_executed_again(save):
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(_Projects() for _ in range(3))
+    x = torch.randn(4, 16)
+
+    def step(hooks):
+        torch.manual_seed(1)
+        blocks.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            apply_blocks(blocks, x, hooks=hooks).sum().backward()
+        return [p.grad.clone() for p in blocks.parameters()], counter.get_total_flops()
+
+    plain, flops = step(())
+    everything, more = step([Checkpoint()])
+    selected, same = step([Checkpoint(save=save)])
+    assert all(map(torch.equal, selected, plain))
+    assert all(map(torch.equal, everything, plain))
+    assert same == flops < more
+
+
+def test_an_operator_to_save_must_be_an_overload():
+    with pytest.raises(ValueError, match=r"aten\.mm\.default"):
+        Checkpoint(save=[torch.ops.aten.mm])
