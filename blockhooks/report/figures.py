@@ -105,6 +105,7 @@ class Figures:
         self._sample: list[StepFigures] = []
         self._early: list[StepFigures] = []
         self._late: deque[StepFigures] = deque(maxlen=WINDOW)
+        self._usual: dict[str, list[float]] = {}
         self._outliers: deque[dict[str, Any]] = deque(maxlen=OUTLIERS)
         # A generator of its own: a profile must not draw from the user's.
         self._random = random.Random(0)
@@ -131,19 +132,22 @@ class Figures:
             self._sample[place] = step
 
     def _note_outliers(self, step: StepFigures) -> None:
-        if len(self._late) < WINDOW:
-            return
+        if self.steps % WINDOW == 0:  # medians cost too much for every step
+            self._usual = {
+                name: [_median_ms(self._late, name, phase) for phase in range(3)]
+                for name in (self._totals if self.steps else ())
+            }
         for name, block in step.blocks.items():
-            for phase, ms in zip(PHASES, block.ms, strict=True):
-                usual = _median_ms(self._late, name, PHASES.index(phase))
-                if usual and ms > OUTLIER_FACTOR * usual:
+            usual = self._usual.get(name, [0.0] * 3)
+            for phase, ms, ms_before in zip(PHASES, block.ms, usual, strict=True):
+                if ms_before and ms > OUTLIER_FACTOR * ms_before:
                     self._outliers.append(
                         {
                             "step": step.number,
                             "block": name,
                             "phase": phase,
                             "ms": ms,
-                            "usual_ms": usual,
+                            "usual_ms": ms_before,
                         }
                     )
 
