@@ -31,7 +31,7 @@ def test_each_kind_of_block_alone_and_twice(kind, mode):
 @settings(max_examples=10)
 @given(testing.blocks(min_size=2, max_size=3), st.data())
 def test_the_kit_for_plugin_authors_agrees(blocks, data):
-    x = data.draw(testing.inputs()).requires_grad_()
+    x = data.draw(testing.inputs())
     testing.assert_transparent(blocks, x, data.draw(testing.chains(len(blocks))))
 
 
