@@ -464,7 +464,7 @@ WRITTEN = {
     "figures.json": "all figures",
     "pareto.png": "time against memory: what other budgets would give",
 }
-COLORS = {"forward": "#0072b2", "recompute": "#e69f00", "backward": "#56b4e9"}
+COLORS = {"forward": "#0072b2", "recompute": "#e69f00", "backward": "#009e73"}
 HATCHES = {"forward": None, "recompute": "////", "backward": None}
 
 
