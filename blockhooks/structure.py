@@ -301,7 +301,7 @@ class _DictNode:
 class _ObjectNode:
     """A plain object. The object itself is given again while its attributes are those captured, else a copy."""
 
-    __slots__ = ("attributes", "kind", "reference", "strong")
+    __slots__ = ("attributes", "kind", "reference")
 
     def __init__(self, value: object) -> None:
         self.kind = type(value)
@@ -334,6 +334,12 @@ def _weakly(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: None
+
+
+def _frozen(value: object, attributes: dict[str, Any]) -> bool:
+    """Whether an object can never come to hold what it does not hold now: a frozen dataclass of atoms, with slots."""
+    frozen = getattr(getattr(value, "__dataclass_params__", None), "frozen", False)
+    return frozen and not any(type(item) in _NODES for item in attributes.values())
 
 
 class _ArrayNode:
@@ -489,6 +495,8 @@ class _Walk:
         node = _ObjectNode(value)
         self.memo[id(value)] = (node, value)
         node.attributes = {name: self.visit(item, depth + 1) for name, item in attributes.items()}
+        if node.reference() is None and _frozen(value, node.attributes):
+            node.reference = lambda: value
         return node
 
 
