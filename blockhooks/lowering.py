@@ -81,7 +81,9 @@ def may_recompute(blocks: Iterable[Any]) -> bool | None:
 def _draws(module: nn.Module) -> bool:
     if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
         return module.p > 0
-    if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d)):
+    if isinstance(
+        module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d)
+    ):
         return True
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
         return bool(module.dropout > 0)

@@ -36,9 +36,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "MODULE_INTERNALS",
     "Captured",
     "Capturing",
-    "MODULE_INTERNALS",
     "Slots",
     "Survey",
     "atomic",
@@ -929,7 +929,11 @@ def _used_in(code: types.CodeType, name: str) -> frozenset[str] | None:
         steps = [step for step in dis.get_instructions(code) if step.opname != "COPY"]
         for step, after in itertools.pairwise(steps):
             names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            if not step.opname.startswith("LOAD_") or name not in names or step.opname in _NOT_LOADED:
+            if (
+                not step.opname.startswith("LOAD_")
+                or name not in names
+                or step.opname in _NOT_LOADED
+            ):
                 continue
             if names[-1] != name or names.count(name) > 1 or after.opname not in _ATTRIBUTE_STEPS:
                 return None
@@ -944,7 +948,9 @@ def _used_in(code: types.CodeType, name: str) -> frozenset[str] | None:
 
 
 _REGISTRIES = MODULE_INTERNALS - {"training"}
-_NOT_LOADED = frozenset(("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE"))
+_NOT_LOADED = frozenset(
+    ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE")
+)
 _ATTRIBUTE_STEPS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
 
 
@@ -953,9 +959,13 @@ def _of_a_library(module: str | None) -> bool:
 
 
 def _worth_following(value: object) -> bool:
-    return isinstance(value, nn.Module) or is_rng(value) or (
-        type(value) in (list, tuple, dict)
-        and any(map(is_rng, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
+    return (
+        isinstance(value, nn.Module)
+        or is_rng(value)
+        or (
+            type(value) in (list, tuple, dict)
+            and any(map(is_rng, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
+        )
     )
 
 
@@ -977,7 +987,9 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                 value = place.get(name)
                 if isinstance(value, types.FunctionType):
                     if not _of_a_library(value.__module__):
-                        stack += [(inner.__code__, inner.__globals__) for inner in _functions(value)]
+                        stack += [
+                            (inner.__code__, inner.__globals__) for inner in _functions(value)
+                        ]
                 elif _worth_following(value) or (value is None and name in place):
                     found.append(
                         (place, name)

@@ -93,7 +93,9 @@ def bits(tensor):
 def describe(value, memo=None):
     """Any value as nested plain data, so that two executions can be compared."""
     memo = {} if memo is None else memo
-    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)):
+    if isinstance(
+        value, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, range)
+    ):
         return (type(value).__name__, repr(value))
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)):
         return ("named", getattr(value, "__qualname__", value.__name__))
@@ -133,12 +135,19 @@ def describe(value, memo=None):
         return [type(value).__name__, *(describe(item, memo) for item in value)]
     if isinstance(value, types.MethodType):
         return ("method", value.__name__, describe(value.__self__, memo))
-    names = [n for base in type(value).__mro__ for n in getattr(base, "__slots__", ()) if hasattr(value, n)]
+    names = [
+        n
+        for base in type(value).__mro__
+        for n in getattr(base, "__slots__", ())
+        if hasattr(value, n)
+    ]
     attributes = {name: getattr(value, name) for name in names if not name.startswith("__")}
     attributes.update(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
         attributes = {k: v for k, v in attributes.items() if "hooks" not in k}
-        attributes["hooks"] = [len(d) for k, d in vars(value).items() if "hooks" in k and isinstance(d, dict)]
+        attributes["hooks"] = [
+            len(d) for k, d in vars(value).items() if "hooks" in k and isinstance(d, dict)
+        ]
     return {"object": type(value).__name__, **{k: describe(v, memo) for k, v in attributes.items()}}
 
 
@@ -149,7 +158,9 @@ def differs(found, expected, path="step"):
     if isinstance(found, dict):
         if list(found) != list(expected):
             return f"{path}: has {list(found)} instead of {list(expected)}"
-        return next(filter(None, (differs(found[k], expected[k], f"{path}.{k}") for k in found)), None)
+        return next(
+            filter(None, (differs(found[k], expected[k], f"{path}.{k}") for k in found)), None
+        )
     if isinstance(found, (list, tuple)):
         if len(found) != len(expected):
             return f"{path}: {len(found)} instead of {len(expected)} items"
@@ -164,7 +175,9 @@ def identities(value, memo=None):
     found = {}
 
     def walk(item, path):
-        if isinstance(item, (type(None), bool, int, float, str, torch.Tensor, torch.Generator, type)):
+        if isinstance(
+            item, (type(None), bool, int, float, str, torch.Tensor, torch.Generator, type)
+        ):
             found[path] = item if isinstance(item, (bool, int, float, str)) else id(item)
             return
         if id(item) in memo:
@@ -177,7 +190,9 @@ def identities(value, memo=None):
         elif isinstance(item, (list, tuple, deque)):
             for index, inner in enumerate(item):
                 walk(inner, f"{path}[{index}]")
-        elif hasattr(item, "__dict__") and not isinstance(item, (type, types.FunctionType, types.ModuleType)):
+        elif hasattr(item, "__dict__") and not isinstance(
+            item, (type, types.FunctionType, types.ModuleType)
+        ):
             for name, inner in vars(item).items():
                 walk(inner, f"{path}.{name}")
 

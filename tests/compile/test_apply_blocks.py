@@ -10,7 +10,9 @@ from tests.agree import Layer, differs, layers, leaf, outcome, plain
 pytestmark = [
     pytest.mark.slow,
     # Dynamo asks inputs for it, and hides the warning by a filter that `error` comes before (torch 2.13).
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 
 
@@ -47,12 +49,20 @@ def train(compiled, fullgraph=False, blocks=lambda: layers(3), hooks=()):
         xs = [leaf(rows, 4, number=rows) for rows in (3, 5)]
         for x in xs:
             call(x).square().sum().backward()
-        return [(name, p.detach(), p.grad) for name, p in net.named_parameters()], dict(net.named_buffers()), xs
+        return (
+            [(name, p.detach(), p.grad) for name, p in net.named_parameters()],
+            dict(net.named_buffers()),
+            xs,
+        )
 
     return step
 
 
-@pytest.mark.parametrize("plan_function", [plan.every(1), plan.every(2), plan.tree(2)], ids=["every(1)", "every(2)", "tree(2)"])
+@pytest.mark.parametrize(
+    "plan_function",
+    [plan.every(1), plan.every(2), plan.tree(2)],
+    ids=["every(1)", "every(2)", "tree(2)"],
+)
 def test_a_compiled_model_in_one_graph(plan_function):
     hooks = [Checkpoint(plan_function)]
     found = outcome(train(True, fullgraph=True, hooks=hooks), plain)
@@ -69,7 +79,9 @@ def test_a_compiled_model_with_dropout():
 
 def test_a_compiled_model_with_batch_norm():
     def blocks():
-        return [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)) for _ in range(3)]
+        return [
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)) for _ in range(3)
+        ]
 
     found = outcome(train(True, blocks=blocks, hooks=[Checkpoint()]), plain)
     assert differs(found, outcome(train(False, blocks=blocks), plain)) is None
@@ -99,7 +111,9 @@ def test_a_compiled_model_with_observers():
     observer = Observer()
     found = outcome(train(True, hooks=[observer, Checkpoint()]), plain)
     assert differs(found, outcome(train(False), plain)) is None
-    assert observer.seen == [(0, False), (1, False), (2, False), (2, True), (1, True), (0, True)] * 2
+    assert (
+        observer.seen == [(0, False), (1, False), (2, False), (2, True), (1, True), (0, True)] * 2
+    )
 
 
 def test_a_compiled_model_without_hooks():
@@ -110,10 +124,16 @@ def test_a_compiled_model_without_hooks():
 def test_compiled_blocks():
     def step(run):
         blocks = layers(2)
-        compiled = [torch.compile(block, backend="eager") for block in blocks] if run is not plain else blocks
+        compiled = (
+            [torch.compile(block, backend="eager") for block in blocks]
+            if run is not plain
+            else blocks
+        )
         xs = [leaf(rows, 4, number=rows) for rows in (3, 5)]
         for x in xs:
-            apply_blocks(compiled, x, hooks=[Checkpoint()] if run is not plain else ()).square().sum().backward()
+            apply_blocks(
+                compiled, x, hooks=[Checkpoint()] if run is not plain else ()
+            ).square().sum().backward()
         return [(p.detach(), p.grad) for p in blocks.parameters()], xs
 
     assert differs(outcome(step, None), outcome(step, plain)) is None
@@ -129,9 +149,13 @@ def test_compiled_blocks_with_state():
                 block.compile(backend="eager")
         x = leaf(6, 4)
         for _ in range(2):
-            apply_blocks(blocks, x, hooks=[Checkpoint()] if run is not plain else ()).square().sum().backward()
-        return [[(n, p.detach(), p.grad) for n, p in b.named_parameters()] for b in blocks], [
-            dict(b.named_buffers()) for b in blocks
-        ], x
+            apply_blocks(
+                blocks, x, hooks=[Checkpoint()] if run is not plain else ()
+            ).square().sum().backward()
+        return (
+            [[(n, p.detach(), p.grad) for n, p in b.named_parameters()] for b in blocks],
+            [dict(b.named_buffers()) for b in blocks],
+            x,
+        )
 
     assert differs(outcome(step, None), outcome(step, plain)) is None

@@ -28,7 +28,9 @@ def on_cpu(value):
     if isinstance(value, torch.Tensor):
         return value.detach().cpu(), None if value.grad is None else value.grad.cpu()
     if isinstance(value, nn.Module):
-        return [(name, on_cpu(p)) for name, p in (*value.named_parameters(), *value.named_buffers())]
+        return [
+            (name, on_cpu(p)) for name, p in (*value.named_parameters(), *value.named_buffers())
+        ]
     if isinstance(value, (list, tuple)):
         return [on_cpu(item) for item in value]
     return value
@@ -41,7 +43,8 @@ def cuda_leaf(*shape, number=7):
 def test_dropout_and_batch_norm():
     def step(run):
         blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Tanh())
+            for _ in range(3)
         ).cuda()
         xs = [cuda_leaf(6, 4, number=n) for n in range(2)]
         losses = [run(blocks, x).square().sum() for x in xs]
@@ -60,7 +63,9 @@ def test_a_device_generator_of_a_module():
             self.generator = torch.Generator("cuda").manual_seed(3)
 
         def forward(self, x):
-            return torch.tanh(self.linear(x)) * torch.rand(4, generator=self.generator, device="cuda")
+            return torch.tanh(self.linear(x)) * torch.rand(
+                4, generator=self.generator, device="cuda"
+            )
 
     def step(run):
         blocks = nn.ModuleList(Noisy() for _ in range(3)).cuda()
@@ -80,7 +85,12 @@ def test_the_scoped_value_in_autograds_thread():
 
     x = cuda_leaf(3)
     apply_blocks([block, block], x, hooks=[Checkpoint()]).sum().backward()
-    assert seen == [(0, "forward", False), (1, "forward", False), (1, "recompute", True), (0, "recompute", True)]
+    assert seen == [
+        (0, "forward", False),
+        (1, "forward", False),
+        (1, "recompute", True),
+        (0, "recompute", True),
+    ]
     assert current_block() is None
 
 

@@ -41,7 +41,11 @@ def test_ddp(shared, static):
             loss = model(leaf(6, 4, number=number)).square().sum()
             loss.backward()
             losses.append(loss.detach())
-        return losses, [(name, p.detach(), p.grad) for name, p in net.named_parameters()], dict(net.named_buffers())
+        return (
+            losses,
+            [(name, p.detach(), p.grad) for name, p in net.named_parameters()],
+            dict(net.named_buffers()),
+        )
 
     agree(step, ["every block", "pairs", "tree"])
 

@@ -37,7 +37,10 @@ def steps(run, blocks, count=2):
 
 
 OF_A_MODULE = {
-    "torch.Generator": (lambda s: torch.Generator().manual_seed(s), lambda g: torch.rand((), generator=g)),
+    "torch.Generator": (
+        lambda s: torch.Generator().manual_seed(s),
+        lambda g: torch.rand((), generator=g),
+    ),
     "random.Random": (random.Random, lambda g: g.random()),
     "numpy Generator": (numpy.random.default_rng, lambda g: float(g.random())),
     "numpy RandomState": (numpy.random.RandomState, lambda g: float(g.rand())),
@@ -64,7 +67,9 @@ def test_generator_of_a_module(make, draw):
 def test_generator_shared_by_blocks(make, draw):
     def step(run):
         shared = make(3)
-        return steps(run, [Noisy(lambda self: draw(self.own), own=shared) for _ in range(4)]), shared
+        return steps(
+            run, [Noisy(lambda self: draw(self.own), own=shared) for _ in range(4)]
+        ), shared
 
     agree(step)
 
@@ -75,7 +80,10 @@ def test_generator_in_a_container_or_object(make, draw):
         blocks = [
             Noisy(lambda self: draw(self.own[0]), own=[make(1)]),
             Noisy(lambda self: draw(self.own["one"][1]), own={"one": (None, make(2))}),
-            Noisy(lambda self: draw(self.own.inner.rng), own=types.SimpleNamespace(inner=types.SimpleNamespace(rng=make(3)))),
+            Noisy(
+                lambda self: draw(self.own.inner.rng),
+                own=types.SimpleNamespace(inner=types.SimpleNamespace(rng=make(3))),
+            ),
         ]
         return steps(run, blocks)
 
@@ -268,7 +276,9 @@ def test_global_generators_in_all_their_ways(run):
     def draw(self):
         branch = random.choice([0.1, 0.2, 0.3]) + random.gauss(0, 0.1)
         span = numpy.random.randint(0, 9) / 9 + numpy.random.randn() * 0.1
-        return torch.rand(4) + branch + span + torch.randperm(4) / 4 + torch.empty(4).normal_() * 0.1
+        return (
+            torch.rand(4) + branch + span + torch.randperm(4) / 4 + torch.empty(4).normal_() * 0.1
+        )
 
     return steps(run, [Noisy(draw) for _ in range(4)])
 
@@ -276,7 +286,9 @@ def test_global_generators_in_all_their_ways(run):
 @agrees
 def test_dropout_of_all_kinds(run):
     blocks = [
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.1))
+        nn.Sequential(
+            nn.Linear(4, 4), nn.Dropout(0.4), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.1)
+        )
         for _ in range(3)
     ]
     return steps(run, blocks)
@@ -352,7 +364,10 @@ def test_three_backwards_of_one_graph(run):
 
 @agrees
 def test_generator_replaced_between_forward_and_backward(run):
-    blocks = [Noisy(lambda self: torch.rand((), generator=self.own), own=torch.Generator().manual_seed(s)) for s in (1, 2)]
+    blocks = [
+        Noisy(lambda self: torch.rand((), generator=self.own), own=torch.Generator().manual_seed(s))
+        for s in (1, 2)
+    ]
     x = leaf(3, 4)
     loss = run(blocks, x).square().sum()
     for block in blocks:
@@ -400,7 +415,9 @@ def test_generators_named_by_the_user():
     def step(run):
         hidden.manual_seed(1)
         x, find = leaf(3, 4), weakref.WeakValueDictionary(rng=hidden)
-        run([lambda x: torch.tanh(x * torch.rand((), generator=find["rng"]))] * 2, x).sum().backward()
+        run(
+            [lambda x: torch.tanh(x * torch.rand((), generator=find["rng"]))] * 2, x
+        ).sum().backward()
         return x, hidden
 
     expected = outcome(step, plain)
@@ -409,7 +426,9 @@ def test_generators_named_by_the_user():
 
 
 def test_something_else_than_a_generator_is_refused():
-    with pytest.raises(HookError, match=r"RNGSnapshot\(generators=\.\.\.\) expected random generators .* found 3"):
+    with pytest.raises(
+        HookError, match=r"RNGSnapshot\(generators=\.\.\.\) expected random generators .* found 3"
+    ):
         RNGSnapshot([3])
 
 
@@ -452,7 +471,9 @@ def test_steps_in_several_threads():
     expected, found = {}, {}
     for number in range(3):
         work(expected, number, plain)
-    threads = [threading.Thread(target=work, args=(found, n, through([Checkpoint()]))) for n in range(3)]
+    threads = [
+        threading.Thread(target=work, args=(found, n, through([Checkpoint()]))) for n in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

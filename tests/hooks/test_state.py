@@ -72,7 +72,11 @@ def test_other_norms_with_statistics(run):
         def __init__(self):
             super().__init__()
             self.norms = nn.ModuleList(
-                [nn.InstanceNorm1d(3, track_running_stats=True), nn.SyncBatchNorm(3).eval(), nn.GroupNorm(1, 3)]
+                [
+                    nn.InstanceNorm1d(3, track_running_stats=True),
+                    nn.SyncBatchNorm(3).eval(),
+                    nn.GroupNorm(1, 3),
+                ]
             )
             self.lazy = nn.BatchNorm1d(3)
 
@@ -90,7 +94,10 @@ def test_other_norms_with_statistics(run):
 
 @agrees
 def test_micro_batches_forward_forward_backward_backward(run):
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
+        for _ in range(3)
+    ]
     xs = [leaf(6, 4, number=n) for n in range(3)]
     losses = [run(blocks, x).square().sum() for x in xs]
     for loss in losses:
@@ -100,7 +107,10 @@ def test_micro_batches_forward_forward_backward_backward(run):
 
 @agrees
 def test_micro_batches_backward_in_the_other_order(run):
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
+    blocks = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
+        for _ in range(3)
+    ]
     xs = [leaf(6, 4, number=n) for n in range(3)]
     losses = [run(blocks, x).square().sum() for x in xs]
     for loss in reversed(losses):
@@ -316,7 +326,10 @@ def test_weight_used_before_the_forward_changes_it(run):
 def test_old_style_norms_of_weights(run):
     blocks = [
         nn.Sequential(
-            nn.utils.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh()
+            nn.utils.weight_norm(nn.Linear(4, 4)),
+            nn.Tanh(),
+            nn.utils.spectral_norm(nn.Linear(4, 4)),
+            nn.Tanh(),
         )
         for _ in range(2)
     ]
@@ -339,13 +352,19 @@ def test_parametrizations(run):
         linear = parametrizations.spectral_norm(nn.Linear(4, 4), n_power_iterations=2)
         other = nn.Linear(4, 4)
         parametrize.register_parametrization(other, "weight", Symmetric())
-        return nn.Sequential(linear, nn.Tanh(), other, parametrizations.weight_norm(nn.Linear(4, 4)))
+        return nn.Sequential(
+            linear, nn.Tanh(), other, parametrizations.weight_norm(nn.Linear(4, 4))
+        )
 
     blocks = [block() for _ in range(2)]
     x = leaf(6, 4)
     for _ in range(2):
         run(blocks, x).square().sum().backward()
-    return x, [dict(b.named_parameters()) for b in blocks], [dict(b.named_buffers()) for b in blocks]
+    return (
+        x,
+        [dict(b.named_parameters()) for b in blocks],
+        [dict(b.named_buffers()) for b in blocks],
+    )
 
 
 @agrees
@@ -370,7 +389,8 @@ def test_functional_call_puts_other_parameters_in_place(run):
 
     net = Net()
     others = [
-        {name: (p.detach() * scale).requires_grad_() for name, p in net.named_parameters()} for scale in (0.5, 2.0)
+        {name: (p.detach() * scale).requires_grad_() for name, p in net.named_parameters()}
+        for scale in (0.5, 2.0)
     ]
     x = leaf(3, 4)
     outs = [torch.func.functional_call(net, other, (x,)) for other in others]
@@ -560,7 +580,10 @@ ATTRIBUTES = [
     (count_in_object, lambda: {"counter": Counter()}),
     (fill_deque, lambda: {"recent": collections.deque(maxlen=3)}),
     (fill_set, lambda: {"seen": set()}),
-    (fill_defaultdict, lambda: {"counts": collections.defaultdict(int), "lists": collections.defaultdict(list)}),
+    (
+        fill_defaultdict,
+        lambda: {"counts": collections.defaultdict(int), "lists": collections.defaultdict(list)},
+    ),
     (count_with_counter, lambda: {"tally": collections.Counter()}),
     (array_in_place, lambda: {"array": numpy.zeros(3)}),
     (array_in_list_in_place, lambda: {"arrays": [numpy.ones(3)]}),
@@ -573,7 +596,9 @@ ATTRIBUTES = [
     (tensor_in_dict_in_place, lambda: {"named": {"sum": torch.zeros(4)}}),
     (
         tensor_in_object_in_place,
-        lambda: {"holder": types.SimpleNamespace(inner=types.SimpleNamespace(value=torch.zeros(4)))},
+        lambda: {
+            "holder": types.SimpleNamespace(inner=types.SimpleNamespace(value=torch.zeros(4)))
+        },
     ),
     (nested, lambda: {"deep": {"list": [{"tuple": (0, [])}]}}),
     (schedule, lambda: {"steps": iter([1.0, 0.5, 0.25, 0.125])}),
@@ -581,7 +606,9 @@ ATTRIBUTES = [
 ]
 
 
-@pytest.mark.parametrize(("use", "attributes"), ATTRIBUTES, ids=[use.__name__ for use, _ in ATTRIBUTES])
+@pytest.mark.parametrize(
+    ("use", "attributes"), ATTRIBUTES, ids=[use.__name__ for use, _ in ATTRIBUTES]
+)
 def test_attribute(use, attributes):
     def step(run):
         return train(run, [Holds(use, **attributes()) for _ in range(3)], steps=3)
@@ -590,7 +617,11 @@ def test_attribute(use, attributes):
 
 
 # Plain autograd refuses to go back to a tensor that a later micro-batch has changed, or cannot see it.
-LATER = [(use, a) for use, a in ATTRIBUTES if not re.search("tensors?_.*(in_place|by_data)", use.__name__)]
+LATER = [
+    (use, a)
+    for use, a in ATTRIBUTES
+    if not re.search("tensors?_.*(in_place|by_data)", use.__name__)
+]
 
 
 @pytest.mark.parametrize(("use", "attributes"), LATER, ids=[use.__name__ for use, _ in LATER])
@@ -769,7 +800,12 @@ class Attend(nn.Module):
 
     def __init__(self, index, update):
         super().__init__()
-        self.query, self.key, self.index, self.update = nn.Linear(4, 4), nn.Linear(4, 4), index, update
+        self.query, self.key, self.index, self.update = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            index,
+            update,
+        )
 
     def forward(self, x, cache=None):
         keys = self.update(cache, self.index, self.key(x))
@@ -897,8 +933,13 @@ def test_transformers_cache(run):
             self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
 
         def forward(self, x, past_key_values):
-            keys, values = past_key_values.update(self.key(x)[:, None], self.value(x)[:, None], self.index)
-            return x + (self.query(x)[:, None] @ keys.transpose(-1, -2)).softmax(-1).matmul(values)[:, 0]
+            keys, values = past_key_values.update(
+                self.key(x)[:, None], self.value(x)[:, None], self.index
+            )
+            return (
+                x
+                + (self.query(x)[:, None] @ keys.transpose(-1, -2)).softmax(-1).matmul(values)[:, 0]
+            )
 
     blocks, cache, x = [Block(0), Block(1)], DynamicCache(), leaf(2, 6, 4)
     outs = [run(blocks, part, past_key_values=cache) for part in x.split(3, dim=1)]
@@ -988,7 +1029,9 @@ def test_observing_forward_hooks_fire_once(run):
     blocks, log = layers(3, dropout=0.2), []
     for index, block in enumerate(blocks):
         block.up.register_forward_hook(lambda m, a, o, i=index: log.append((i, o.detach().clone())))
-        block.register_forward_pre_hook(lambda m, a, i=index: log.append((i, a[0].detach().clone())))
+        block.register_forward_pre_hook(
+            lambda m, a, i=index: log.append((i, a[0].detach().clone()))
+        )
         block.register_forward_hook(
             lambda m, a, k, o, i=index: log.append(("kw", i)), with_kwargs=True, always_call=True
         )
@@ -1092,7 +1135,10 @@ def test_pre_hook_that_prepares_a_weight(run):
     class Prepared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.direction, self.length = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))
+            self.direction, self.length = (
+                nn.Parameter(torch.randn(4, 4)),
+                nn.Parameter(torch.ones(4)),
+            )
             self.register_forward_pre_hook(self.prepare)
 
         @staticmethod
@@ -1121,7 +1167,9 @@ def test_hooks_that_draw_random_numbers(run):
 @agrees
 def test_global_module_hooks(run):
     log, blocks, x = [], layers(2), leaf(3, 4)
-    handle = nn.modules.module.register_module_forward_hook(lambda m, a, o: log.append(type(m).__name__))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, a, o: log.append(type(m).__name__)
+    )
     try:
         run(blocks, x).square().sum().backward()
     finally:

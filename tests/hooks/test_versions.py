@@ -27,10 +27,16 @@ def change(tensor):
 
 
 CHANGES = {
-    "weight": (lambda b, s, k: b[1].mix[0].weight, r"parameter 'weight' of block 1 \(Block\)\.mix\.0 of shape \[4, 4\]"),
+    "weight": (
+        lambda b, s, k: b[1].mix[0].weight,
+        r"parameter 'weight' of block 1 \(Block\)\.mix\.0 of shape \[4, 4\]",
+    ),
     "buffer": (lambda b, s, k: b[1].mask, r"buffer 'mask' of block 1 \(Block\) of shape \[4\]"),
     "positional": (lambda b, s, k: s, r"a tensor of side input 0 of shape \[4\]"),
-    "keyword": (lambda b, s, k: k["scale"][0], r"a tensor of the side input 'settings' of shape \[\]"),
+    "keyword": (
+        lambda b, s, k: k["scale"][0],
+        r"a tensor of the side input 'settings' of shape \[\]",
+    ),
 }
 
 
@@ -62,7 +68,10 @@ def test_segments_of_several_blocks_name_the_block_too():
     blocks = [Block() for _ in range(4)]
     out = apply_blocks(blocks, leaf(3, 4), hooks=[Checkpoint(plan.every(2))])
     change(blocks[2].mix[0].bias)
-    with pytest.raises(RecomputeError, match=r"^blocks 2\.\.3 \(Block\): parameter 'bias' of block 2 \(Block\)\.mix\.0"):
+    with pytest.raises(
+        RecomputeError,
+        match=r"^blocks 2\.\.3 \(Block\): parameter 'bias' of block 2 \(Block\)\.mix\.0",
+    ):
         out.sum().backward()
 
 

@@ -38,13 +38,23 @@ def hooks(request):
 
 
 def test_blocks_are_applied_in_order(hooks):
-    out = apply_blocks([lambda x: x + 1, lambda x: x * 2, lambda x: x - 3], torch.zeros(2), hooks=hooks)
+    out = apply_blocks(
+        [lambda x: x + 1, lambda x: x * 2, lambda x: x - 3], torch.zeros(2), hooks=hooks
+    )
     assert out.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize(
     "make",
-    [list, tuple, iter, nn.ModuleList, nn.Sequential, lambda b: (x for x in b), lambda b: dict(enumerate(b)).values()],
+    [
+        list,
+        tuple,
+        iter,
+        nn.ModuleList,
+        nn.Sequential,
+        lambda b: (x for x in b),
+        lambda b: dict(enumerate(b)).values(),
+    ],
     ids=["list", "tuple", "iterator", "ModuleList", "Sequential", "generator", "values of a dict"],
 )
 def test_blocks_are_any_iterable(make, hooks):
@@ -137,7 +147,9 @@ def test_carry_picks_the_next_x(hooks):
     def block(x):
         return {"hidden": x + 1, "other": None}
 
-    out = apply_blocks([block] * 3, torch.zeros(()), hooks=hooks, carry=lambda output: output["hidden"])
+    out = apply_blocks(
+        [block] * 3, torch.zeros(()), hooks=hooks, carry=lambda output: output["hidden"]
+    )
     assert out == 3
 
 
@@ -146,7 +158,10 @@ def test_collect_joins_what_came_before_and_the_output(hooks):
         return collected[-1] + 1
 
     out = apply_blocks(
-        [block] * 3, [torch.zeros(())], hooks=hooks, collect=lambda previous, output: [*previous, output]
+        [block] * 3,
+        [torch.zeros(())],
+        hooks=hooks,
+        collect=lambda previous, output: [*previous, output],
     )
     assert [value.item() for value in out] == [0, 1, 2, 3]
 
@@ -203,7 +218,9 @@ def test_hooks_are_called_outermost_first():
             finally:
                 order.append(self.name.upper())
 
-    apply_blocks([lambda x: order.append("block") or x], 1, hooks=[Marks("a"), Marks("b"), Marks("c")])
+    apply_blocks(
+        [lambda x: order.append("block") or x], 1, hooks=[Marks("a"), Marks("b"), Marks("c")]
+    )
     assert order == ["a", "b", "c", "block", "C", "B", "A"]
 
 
@@ -265,4 +282,6 @@ def test_a_training_loop_with_one_chain():
 def test_through_is_what_users_write():
     x = leaf(3, 4)
     blocks = layers(2)
-    assert bits(through([Checkpoint()])(blocks, x)) == bits(apply_blocks(blocks, x, hooks=[Checkpoint()]))
+    assert bits(through([Checkpoint()])(blocks, x)) == bits(
+        apply_blocks(blocks, x, hooks=[Checkpoint()])
+    )

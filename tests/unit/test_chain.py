@@ -48,12 +48,20 @@ class Marks:
 def test_defaults_are_at_the_inner_end():
     assert names(HookChain([Checkpoint()])) == ["Checkpoint", *DEFAULTS]
     assert names(HookChain()) == DEFAULTS
-    assert repr(HookChain(Checkpoint())) == "HookChain([Checkpoint, VersionGuard, StateSnapshot, RNGSnapshot])"
+    assert (
+        repr(HookChain(Checkpoint()))
+        == "HookChain([Checkpoint, VersionGuard, StateSnapshot, RNGSnapshot])"
+    )
 
 
 def test_an_own_instance_takes_the_place_of_a_default():
     own = RNGSnapshot()
-    assert names(HookChain([own, Checkpoint()])) == ["RNGSnapshot", "Checkpoint", "VersionGuard", "StateSnapshot"]
+    assert names(HookChain([own, Checkpoint()])) == [
+        "RNGSnapshot",
+        "Checkpoint",
+        "VersionGuard",
+        "StateSnapshot",
+    ]
 
 
 def test_an_instance_of_a_subclass_takes_the_place_of_a_default():
@@ -63,14 +71,21 @@ def test_an_instance_of_a_subclass_takes_the_place_of_a_default():
     assert names(HookChain([Mine()])) == ["Mine", "VersionGuard", "RNGSnapshot"]
 
 
-@pytest.mark.parametrize("without", ["RNGSnapshot", ("RNGSnapshot",), ["StateSnapshot", "VersionGuard"]], ids=str)
+@pytest.mark.parametrize(
+    "without", ["RNGSnapshot", ("RNGSnapshot",), ["StateSnapshot", "VersionGuard"]], ids=str
+)
 def test_defaults_can_be_left_out(without):
     left = {without} if isinstance(without, str) else set(without)
-    assert set(names(HookChain([Checkpoint()], without=without))) == {"Checkpoint", *DEFAULTS} - left
+    assert (
+        set(names(HookChain([Checkpoint()], without=without))) == {"Checkpoint", *DEFAULTS} - left
+    )
 
 
 def test_no_default_of_this_name():
-    with pytest.raises(HookError, match=r"without='RngSnapshot' names no default plugin; did you mean 'RNGSnapshot'\?"):
+    with pytest.raises(
+        HookError,
+        match=r"without='RngSnapshot' names no default plugin; did you mean 'RNGSnapshot'\?",
+    ):
         HookChain(without="RngSnapshot")
 
 
@@ -135,7 +150,10 @@ def test_two_instances_of_a_class_are_two_plugins():
 
 
 def test_a_class_is_refused():
-    with pytest.raises(HookError, match=r"^hooks\[1\] is the class Checkpoint, not an instance; write Checkpoint\(\)\.$"):
+    with pytest.raises(
+        HookError,
+        match=r"^hooks\[1\] is the class Checkpoint, not an instance; write Checkpoint\(\)\.$",
+    ):
         HookChain([RNGSnapshot(), Checkpoint])
 
 
@@ -145,7 +163,11 @@ def test_the_same_plugin_twice_is_refused():
         HookChain([plugin, Checkpoint(), plugin])
 
 
-@pytest.mark.parametrize("plugin", [3, None, "Checkpoint", object(), torch.nn.Linear(2, 2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "plugin",
+    [3, None, "Checkpoint", object(), torch.nn.Linear(2, 2)],
+    ids=lambda p: type(p).__name__,
+)
 def test_something_that_implements_no_hook_is_refused(plugin):
     with pytest.raises(HookError, match=r"hooks\[0\] .* implements no hook of blockhooks"):
         HookChain([plugin])
@@ -170,7 +192,9 @@ def test_a_hook_of_a_far_name_lists_those_there_are():
         def zzz(self, x):
             return x
 
-    with pytest.raises(HookError, match="implements 'zzz'.*known are plan_segments, run_blocks, run_segment"):
+    with pytest.raises(
+        HookError, match="implements 'zzz'.*known are plan_segments, run_blocks, run_segment"
+    ):
         HookChain([Steer()])
 
 
@@ -194,7 +218,10 @@ def test_an_old_style_wrapper_is_refused():
         def run_block(self, x):
             yield
 
-    with pytest.raises(HookError, match=r"hooks\[0\] \(Trace\) uses hookwrapper=True; write @hookimpl\(wrapper=True\)"):
+    with pytest.raises(
+        HookError,
+        match=r"hooks\[0\] \(Trace\) uses hookwrapper=True; write @hookimpl\(wrapper=True\)",
+    ):
         HookChain([Trace()])
 
 
@@ -240,7 +267,11 @@ def test_tryfirst_and_trylast(side):
             log.append("special")
 
     log = []
-    apply_blocks([torch.sin], leaf(2), hooks=[Special(), Usual()] if side == "trylast" else [Usual(), Special()])
+    apply_blocks(
+        [torch.sin],
+        leaf(2),
+        hooks=[Special(), Usual()] if side == "trylast" else [Usual(), Special()],
+    )
     assert log == (["special", "usual"] if side == "tryfirst" else ["usual", "special"])
 
 
@@ -327,7 +358,9 @@ def test_an_early_stop_cannot_be_swallowed_by_a_wrapper():
 
 def test_wrappers_are_left_under_an_early_stop():
     log = []
-    out = apply_blocks([lambda x: x.exp().sin() + 1], leaf(3), hooks=[Checkpoint(), Marks("a", log)])
+    out = apply_blocks(
+        [lambda x: x.exp().sin() + 1], leaf(3), hooks=[Checkpoint(), Marks("a", log)]
+    )
     out.sum().backward()
     assert log == ["a in", "a out"] * 2
 
@@ -366,7 +399,9 @@ def test_a_wrapper_that_returns_none():
         def run_block(self):
             yield
 
-    with pytest.raises(HookError, match=r"run_block of hooks\[0\] \(Skip\) returned None for block 1; return x"):
+    with pytest.raises(
+        HookError, match=r"run_block of hooks\[0\] \(Skip\) returned None for block 1; return x"
+    ):
         apply_blocks([torch.sin, torch.cos], leaf(3), hooks=[OnlyAt(1, Skip())])
 
 
@@ -397,7 +432,9 @@ def test_a_wrapper_that_does_not_yield():
             if False:
                 yield
 
-    with pytest.raises(HookError, match=r"run_block of hooks\[0\] \(Skip\) is a wrapper that did not yield"):
+    with pytest.raises(
+        HookError, match=r"run_block of hooks\[0\] \(Skip\) is a wrapper that did not yield"
+    ):
         apply_blocks([torch.sin], leaf(3), hooks=[Skip()])
 
 
@@ -408,7 +445,9 @@ def test_a_wrapper_that_yields_twice():
             yield
             yield
 
-    with pytest.raises(HookError, match=r"run_block of hooks\[0\] \(Skip\) is a wrapper that yielded twice"):
+    with pytest.raises(
+        HookError, match=r"run_block of hooks\[0\] \(Skip\) is a wrapper that yielded twice"
+    ):
         apply_blocks([torch.sin], leaf(3), hooks=[Skip()])
 
 
@@ -418,7 +457,10 @@ def test_a_recompute_context_that_is_no_factory():
         def recompute_context(self):
             return 3
 
-    with pytest.raises(HookError, match=r"recompute_context of hooks\[1\] \(Carries\) returned a int; expected a factory"):
+    with pytest.raises(
+        HookError,
+        match=r"recompute_context of hooks\[1\] \(Carries\) returned a int; expected a factory",
+    ):
         apply_blocks([torch.sin], leaf(3), hooks=[Checkpoint(), Carries()])
 
 
@@ -450,7 +492,9 @@ def test_installed_plugins_are_loaded_only_when_asked(monkeypatch):
         def load(self):
             return VersionGuard
 
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()] if group == "blockhooks" else [])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [Entry()] if group == "blockhooks" else []
+    )
     assert names(HookChain([Checkpoint()])) == ["Checkpoint", *DEFAULTS]
     chain = HookChain.from_entry_points([Checkpoint()], without="RNGSnapshot")
     assert names(chain) == ["Checkpoint", "VersionGuard", "StateSnapshot"]

@@ -17,7 +17,15 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from blockhooks import Checkpoint, HookError, RecomputeError, apply_blocks, current_block, is_recomputing, plan
+from blockhooks import (
+    Checkpoint,
+    HookError,
+    RecomputeError,
+    apply_blocks,
+    current_block,
+    is_recomputing,
+    plan,
+)
 from tests.agree import (
     Layer,
     agree,
@@ -114,7 +122,9 @@ class On(nn.Module):
 
     def forward(self, given):
         x, other = parts(given)
-        return self.kind(torch.tanh(self.linear(x) * other), torch.dropout(other + x.mean(), 0.2, True))
+        return self.kind(
+            torch.tanh(self.linear(x) * other), torch.dropout(other + x.mean(), 0.2, True)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
@@ -130,7 +140,9 @@ def test_x_as(kind):
     agree(step)
 
 
-@pytest.mark.parametrize("kind", [in_dict, in_list, Data, Custom, Slotted, nested], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [in_dict, in_list, Data, Custom, Slotted, nested], ids=lambda k: k.__name__
+)
 def test_x_changed_by_the_blocks_and_handed_on(kind):
     class Changes(nn.Module):
         def __init__(self):
@@ -294,7 +306,10 @@ def test_block_that_works_in_place_on_its_input(kind):
 
 @agrees
 def test_in_place_only_in_the_first_operation_of_a_segment(run):
-    blocks, x = [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 4)], leaf(3, 4)
+    blocks, x = (
+        [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 4)],
+        leaf(3, 4),
+    )
     out = run(blocks, x * 1.0)
     out.square().sum().backward()
     return out, blocks, x
@@ -348,7 +363,11 @@ def test_x_that_is(make):
     def step(run):
         x = make()
         base = x._base if x._base is not None else x
-        blocks = [lambda t: torch.tanh(t * 2), lambda t: t * t + t.exp(), lambda t: t.cumsum(-1) if t.dim() else t.sin()]
+        blocks = [
+            lambda t: torch.tanh(t * 2),
+            lambda t: t * t + t.exp(),
+            lambda t: t.cumsum(-1) if t.dim() else t.sin(),
+        ]
         out = run(blocks, x)
         out.abs().sum().backward()
         return out.stride(), out, base
@@ -410,7 +429,10 @@ def test_tensor_subclasses(run):
         def __torch_function__(cls, function, types, args=(), kwargs=None):
             result = super().__torch_function__(function, types, args, kwargs or {})
             if isinstance(result, Tagged):
-                result.tag = next((a.tag for a in args if isinstance(a, Tagged) and hasattr(a, "tag")), 0) + 1
+                result.tag = (
+                    next((a.tag for a in args if isinstance(a, Tagged) and hasattr(a, "tag")), 0)
+                    + 1
+                )
             return result
 
     def block(x):
@@ -446,7 +468,9 @@ def test_inference_tensors_as_side_inputs_and_buffers():
         block = Layer()
         block.register_buffer("mask", mask)
         x = leaf(3, 4)
-        run([lambda x, m: torch.tanh(x + m), lambda x, m: block(x) + block.mask], x, mask).sum().backward()
+        run(
+            [lambda x, m: torch.tanh(x + m), lambda x, m: block(x) + block.mask], x, mask
+        ).sum().backward()
         return x, [p.grad for p in block.parameters()]
 
     agree(step)
@@ -475,7 +499,13 @@ def test_side_inputs_of_all_kinds(run):
             y = torch.tanh(self.linear(x) * pair[0] + table["inner"][1] + sum(rest))
             return y + more["function"](x) * len(name) + more["array"][0]
 
-    blocks, x, a, b, c = [Block() for _ in range(3)], leaf(3, 4), leaf(4, number=1), leaf(4, number=2), leaf(4, number=3)
+    blocks, x, a, b, c = (
+        [Block() for _ in range(3)],
+        leaf(3, 4),
+        leaf(4, number=1),
+        leaf(4, number=2),
+        leaf(4, number=3),
+    )
     out = run(
         blocks, x, True, None, (a * 2, 0.5), b, c,
         name="four", table={"inner": ["text", a + b]}, marker=marker, function=torch.sin, array=(1.5, range(3)),
@@ -487,7 +517,12 @@ def test_side_inputs_of_all_kinds(run):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: iter([1.0, 2.0]), lambda: (n for n in [1.0, 2.0]), lambda: map(float, "12"), lambda: zip([1.0], [2.0])],
+    [
+        lambda: iter([1.0, 2.0]),
+        lambda: (n for n in [1.0, 2.0]),
+        lambda: map(float, "12"),
+        lambda: zip([1.0], [2.0]),
+    ],
     ids=["list iterator", "generator", "map", "zip"],
 )
 @pytest.mark.parametrize("as_x", [True, False], ids=["in x", "as a side input"])
@@ -514,7 +549,12 @@ def test_gradients_of_side_inputs(run):
         def forward(self, x, memory, *, gate):
             return x + gate * ((self.query(x) @ self.key(memory).t()).softmax(-1) @ memory)
 
-    blocks, x, memory, gate = [Cross() for _ in range(3)], leaf(3, 4), leaf(5, 4, number=2), leaf(4, number=3)
+    blocks, x, memory, gate = (
+        [Cross() for _ in range(3)],
+        leaf(3, 4),
+        leaf(5, 4, number=2),
+        leaf(4, number=3),
+    )
     out = run(blocks, x, memory * 1.5, gate=gate)
     out.square().sum().backward()
     return out, blocks, x, memory, gate
@@ -645,7 +685,9 @@ class Trouble(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Trouble, ValueError, StopIteration, RecursionError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", [Trouble, ValueError, StopIteration, RecursionError, KeyboardInterrupt]
+)
 def test_exception_of_a_block_passes_unchanged(error):
     def fails(x):
         x = torch.dropout(x.exp(), 0.5, True)
@@ -683,7 +725,9 @@ def test_exception_in_the_recompute_alone_has_one_note():
     with pytest.raises(Trouble, match="only now") as caught:
         out.sum().backward()
     (note,) = caught.value.__notes__
-    assert note.startswith("while recomputing block 1 (fails) for the backward pass (hooks: Checkpoint")
+    assert note.startswith(
+        "while recomputing block 1 (fails) for the backward pass (hooks: Checkpoint"
+    )
 
 
 def test_after_an_exception_everything_is_as_before():
@@ -832,7 +876,9 @@ def test_per_sample_gradients(run):
     def loss(parameters, x):
         return torch.func.functional_call(net, parameters, (x,)).square().sum()
 
-    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, leaf(5, 4, grad=False))
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(
+        parameters, leaf(5, 4, grad=False)
+    )
 
 
 @agrees
@@ -843,7 +889,9 @@ def test_transforms_inside_of_a_block(run):
             self.matrix = nn.Parameter(torch.randn(4, 4))
 
         def forward(self, x):
-            determinants = torch.func.vmap(torch.linalg.det)(x[:, None, :] * torch.eye(4) + self.matrix)
+            determinants = torch.func.vmap(torch.linalg.det)(
+                x[:, None, :] * torch.eye(4) + self.matrix
+            )
             gradient = torch.func.grad(lambda t: (t @ self.matrix).sin().sum())(x)
             return x * determinants[:, None].tanh() + gradient
 
@@ -913,7 +961,11 @@ def test_custom_functions(run):
             x, weight = ctx.saved_tensors
             again, _ = ctx.saved_tensors
             assert torch.equal(x, again)
-            return grad * weight**ctx.power, (grad * again * ctx.power * weight ** (ctx.power - 1)).sum(0), None
+            return (
+                grad * weight**ctx.power,
+                (grad * again * ctx.power * weight ** (ctx.power - 1)).sum(0),
+                None,
+            )
 
     class InPlaceExp(torch.autograd.Function):
         @staticmethod
@@ -948,10 +1000,16 @@ def test_gradient_hooks_fire_once(run):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            self.linear.register_full_backward_hook(lambda m, i, o: log.append(("module", o[0].clone())))
-            self.linear.register_full_backward_pre_hook(lambda m, o: log.append(("before", o[0].clone())))
+            self.linear.register_full_backward_hook(
+                lambda m, i, o: log.append(("module", o[0].clone()))
+            )
+            self.linear.register_full_backward_pre_hook(
+                lambda m, o: log.append(("before", o[0].clone()))
+            )
             self.linear.weight.register_hook(lambda g: log.append(("weight", g.clone())))
-            self.linear.weight.register_post_accumulate_grad_hook(lambda p: log.append(("grad", p.grad.clone())))
+            self.linear.weight.register_post_accumulate_grad_hook(
+                lambda p: log.append(("grad", p.grad.clone()))
+            )
 
         def forward(self, x):
             y = torch.tanh(self.linear(x))
@@ -974,7 +1032,9 @@ def test_anomaly_mode_and_multi_grad_hooks(run):
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         blocks, x = layers(3, dropout=0.2), leaf(3, 4)
         parameters = list(blocks.parameters())
-        handle = torch.autograd.graph.register_multi_grad_hook(parameters, lambda g: seen.append(len(g)))
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            parameters, lambda g: seen.append(len(g))
+        )
         run(blocks, x).square().sum().backward()
         handle.remove()
     return seen, [p.grad for p in parameters], x
@@ -1292,7 +1352,10 @@ AMBIENT = {
     "function mode": (Doubles, lambda: torch.tanh(torch.ones(()))),
     "sdpa": (sdpa_math, lambda: 1.0 if torch.backends.cuda.flash_sdp_enabled() else 0.5),
     "matmul": (lambda: matmul_precision("high"), lambda: len(torch.get_float32_matmul_precision())),
-    "nondeterministic": (nondeterministic, lambda: 1.0 + torch.are_deterministic_algorithms_enabled()),
+    "nondeterministic": (
+        nondeterministic,
+        lambda: 1.0 + torch.are_deterministic_algorithms_enabled(),
+    ),
 }
 
 
@@ -1411,7 +1474,11 @@ def test_nondeterminism(values):
     [
         (lambda x: x.exp().sin(), lambda x: x.sin(), "different number of tensors"),
         (lambda x: x.sin(), lambda x: x.exp().sin(), "more tensors|different number"),
-        (lambda x: x.exp().sin(), lambda x: x.repeat(2, 1).exp().sin(), r"different metadata.*\n.*\[3, 4\]"),
+        (
+            lambda x: x.exp().sin(),
+            lambda x: x.repeat(2, 1).exp().sin(),
+            r"different metadata.*\n.*\[3, 4\]",
+        ),
         (lambda x: x.exp().sin(), lambda x: x.double().exp().sin(), r"different (metadata|number)"),
     ],
     ids=["fewer", "more", "shape", "dtype"],
@@ -1512,7 +1579,11 @@ def living():
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
 def test_activations_are_dropped_without_the_garbage_collector(mode):
     Watched.alive.clear()
-    blocks = nn.ModuleList(Watched() for _ in range(3)).train(mode == "train").requires_grad_(mode != "frozen")
+    blocks = (
+        nn.ModuleList(Watched() for _ in range(3))
+        .train(mode == "train")
+        .requires_grad_(mode != "frozen")
+    )
     out = checkpointed(blocks, leaf(3, 4))
     assert len(Watched.alive) == 3
     assert living() == 0
@@ -1534,9 +1605,9 @@ ENDS = {
     "backward": lambda out: out.sum().backward(),
     "twice": lambda out: (out.sum().backward(retain_graph=True), out.sum().backward()),
     "retained": lambda out: out.sum().backward(retain_graph=True),
-    "second order": lambda out: torch.autograd.grad(
-        out.sum(), next(iter(WEIGHTS)), create_graph=True
-    )[0].sum().backward(),
+    "second order": lambda out: (
+        torch.autograd.grad(out.sum(), next(iter(WEIGHTS)), create_graph=True)[0].sum().backward()
+    ),
 }
 WEIGHTS = []
 
@@ -1663,7 +1734,11 @@ def test_current_block_in_forward_recompute_and_nested_runs():
     assert current_block() is None
     out = apply_blocks([torch.sin, outer], leaf(3), hooks=[Checkpoint(early_stop=False)])
     assert current_block() is None
-    forward = [("outer", 1, "forward", False), ("inner", 0, "forward", False), ("outer", 1, "forward", False)]
+    forward = [
+        ("outer", 1, "forward", False),
+        ("inner", 0, "forward", False),
+        ("outer", 1, "forward", False),
+    ]
     assert seen == forward
     seen.clear()
     out.sum().backward()
@@ -1676,7 +1751,12 @@ def test_current_block_in_forward_recompute_and_nested_runs():
 
 @pytest.mark.parametrize(
     ("plan_function", "runs"),
-    [(plan.every(1), [2, 2, 2, 2]), (plan.every(2), [2, 2, 2, 2]), (plan.first(2), [2, 2, 1, 1]), (plan.blocks([1]), [1, 2, 1, 1])],
+    [
+        (plan.every(1), [2, 2, 2, 2]),
+        (plan.every(2), [2, 2, 2, 2]),
+        (plan.first(2), [2, 2, 1, 1]),
+        (plan.blocks([1]), [1, 2, 1, 1]),
+    ],
     ids=["every(1)", "every(2)", "first(2)", "blocks([1])"],
 )
 def test_each_block_runs_as_often_as_the_plan_says(plan_function, runs):

@@ -181,7 +181,9 @@ def test_the_reason_is_told_where_a_region_kept_what_autograd_saved():
     keeps = Keeps()
     x = leaf(3)
     apply_blocks([Iterates()], x, hooks=[keeps, Checkpoint()]).sum().backward()
-    assert keeps.runs[0].kept == {Segment(0, 1): "it holds an iterator, which can be read only once"}
+    assert keeps.runs[0].kept == {
+        Segment(0, 1): "it holds an iterator, which can be read only once"
+    }
     assert torch.equal(x.grad, x.detach().exp())
 
 

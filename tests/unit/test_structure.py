@@ -107,7 +107,9 @@ def test_what_was_captured_is_given_again(kind):
     assert type(again) is type(value)
     assert differs(describe(again), describe(values()[kind])) is None
     spoil(again)
-    assert differs(describe(captured.rebuild()), describe(values()[kind])) is None, "each is a new copy"
+    assert differs(describe(captured.rebuild()), describe(values()[kind])) is None, (
+        "each is a new copy"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,7 +231,16 @@ def test_slots_as_a_dict():
         (random, False),
         (3, False),
     ],
-    ids=["Generator", "Random", "numpy Generator", "RandomState", "SystemRandom", "tensor", "module", "number"],
+    ids=[
+        "Generator",
+        "Random",
+        "numpy Generator",
+        "RandomState",
+        "SystemRandom",
+        "tensor",
+        "module",
+        "number",
+    ],
 )
 def test_is_rng(value, expected):
     assert is_rng(value) is expected
@@ -258,7 +269,13 @@ def test_a_survey_finds_modules_objects_hooks_and_generators():
         def __call__(self, x):
             return x
 
-    block, called, side, closed, hook = Block(), Callable(), numpy.random.default_rng(), torch.Generator(), Hook()
+    block, called, side, closed, hook = (
+        Block(),
+        Callable(),
+        numpy.random.default_rng(),
+        torch.Generator(),
+        Hook(),
+    )
     block.inner.register_forward_hook(hook)
     found = survey([block, called, lambda x: torch.rand(2, generator=closed), block], [[side]])
     assert set(found.modules) == {block, block.inner, *block.inner, block.hidden[0], called.linear}

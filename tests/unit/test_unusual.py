@@ -129,7 +129,9 @@ def test_parameter_lists_dicts_and_pruning(run):
             prune.random_unstructured(self.linear, "weight", amount=0.5)
 
         def forward(self, x):
-            return torch.tanh(self.linear(x) * self.scales[0] * self.scales[1] + self.named["shift"])
+            return torch.tanh(
+                self.linear(x) * self.scales[0] * self.scales[1] + self.named["shift"]
+            )
 
     blocks, x = [Block(), Block()], leaf(3, 4)
     for _ in range(2):
@@ -186,7 +188,10 @@ def test_generators_in_functions_that_a_module_holds(run):
     blocks = [
         Mix(noise),
         Mix(functools.partial(partial, generator=two)),
-        Mix(lambda self, y: self.inner["draw"][0](y), inner={"draw": [lambda y: y * torch.rand(4, generator=three)]}),
+        Mix(
+            lambda self, y: self.inner["draw"][0](y),
+            inner={"draw": [lambda y: y * torch.rand(4, generator=three)]},
+        ),
     ]
     x = leaf(3, 4)
     run(blocks, x).square().sum().backward()
@@ -211,7 +216,10 @@ def test_modules_given_as_side_inputs(run):
     def block(x, head, *, more):
         return torch.tanh(head(x)) + more["norm"](x)
 
-    head, more = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)), {"norm": nn.BatchNorm1d(4)}
+    head, more = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)),
+        {"norm": nn.BatchNorm1d(4)},
+    )
     x = leaf(6, 4)
     run([block] * 3, x, head, more=more).square().sum().backward()
     return x, head, more
@@ -223,7 +231,11 @@ def test_modules_held_outside_of_the_registry(run):
         def __init__(self):
             super().__init__()
             self.hidden = [nn.BatchNorm1d(4), {"deep": (nn.Linear(4, 4), nn.Dropout(0.2))}]
-            object.__setattr__(self, "own", Mix(lambda self, y: y * self.count(), count=itertools.count(1).__next__))
+            object.__setattr__(
+                self,
+                "own",
+                Mix(lambda self, y: y * self.count(), count=itertools.count(1).__next__),
+            )
 
         def forward(self, x):
             linear, dropout = self.hidden[1]["deep"]
@@ -252,7 +264,9 @@ def test_attributes_of_kinds_that_are_left_alone(run):
     x = leaf(3, 4)
     loss = run(blocks, x).square().sum()
     loss.backward()
-    assert all(getattr(blocks[0], name) is value for name, value in attributes.items() if name != "method")
+    assert all(
+        getattr(blocks[0], name) is value for name, value in attributes.items() if name != "method"
+    )
     return x, [b.linear for b in blocks]
 
 
@@ -319,7 +333,10 @@ def test_counters(use, make):
         losses = [run(blocks, x).square().sum() for x in xs]
         for loss in losses:
             loss.backward()
-        counters = [repr(block.counter) if isinstance(block.counter, itertools.count) else block.counter for block in blocks]
+        counters = [
+            repr(block.counter) if isinstance(block.counter, itertools.count) else block.counter
+            for block in blocks
+        ]
         return xs, counters, [(b.linear.weight, b.linear.weight.grad) for b in blocks]
 
     agree(step)
@@ -361,7 +378,9 @@ def setattr_noise(block):
 def test_hooks_that_set_a_context_variable(run):
     blocks = [Mix(lambda self, y: y * SCALE.get()) for _ in range(3)]
     for number, block in enumerate(blocks):
-        block.linear.register_forward_hook(lambda m, a, o, number=number: SCALE.set(number + 2.0) and None)
+        block.linear.register_forward_hook(
+            lambda m, a, o, number=number: SCALE.set(number + 2.0) and None
+        )
     token = SCALE.set(1.0)
     x = leaf(3, 4)
     run(blocks, x).square().sum().backward()
@@ -373,7 +392,9 @@ def test_hooks_that_set_a_context_variable(run):
 def test_hooks_that_change_the_output_in_place(run):
     blocks = layers(3)
     for block in blocks:
-        block.up.register_forward_hook(lambda m, a, o: o.mul_(2) and None if len(o) == 0 else _double(o))
+        block.up.register_forward_hook(
+            lambda m, a, o: o.mul_(2) and None if len(o) == 0 else _double(o)
+        )
         block.down.register_forward_pre_hook(lambda m, a: None)
     x = leaf(3, 4)
     run(blocks, x).square().sum().backward()
@@ -433,8 +454,12 @@ def test_hooks_of_inputs_and_outputs_with_keywords(run):
 
     log, blocks = [], [Block(), Block()]
     for block in blocks:
-        block.register_forward_pre_hook(lambda m, a, k: (a, {"scale": k["scale"] * 2}), with_kwargs=True)
-        block.register_forward_hook(lambda m, a, k, o: log.append(k["scale"].detach().clone()), with_kwargs=True)
+        block.register_forward_pre_hook(
+            lambda m, a, k: (a, {"scale": k["scale"] * 2}), with_kwargs=True
+        )
+        block.register_forward_hook(
+            lambda m, a, k, o: log.append(k["scale"].detach().clone()), with_kwargs=True
+        )
     x, scale = leaf(3, 4), leaf(1, number=3)
     run(blocks, x, scale=scale).square().sum().backward()
     return log, x, scale, [dict(b.named_parameters()) for b in blocks]
@@ -557,7 +582,9 @@ def test_several_losses_and_gradient_tensors(run):
     blocks, x = layers(3, dropout=0.2), leaf(3, 4)
     out = run(blocks, x)
     first, second = out.chunk(2, dim=-1)
-    torch.autograd.backward([first, second], [torch.ones(3, 2), torch.full((3, 2), 0.5)], retain_graph=True)
+    torch.autograd.backward(
+        [first, second], [torch.ones(3, 2), torch.full((3, 2), 0.5)], retain_graph=True
+    )
     first.sum().backward(retain_graph=True)
     second.exp().sum().backward()
     return blocks, x
@@ -566,7 +593,11 @@ def test_several_losses_and_gradient_tensors(run):
 @agrees
 def test_outputs_of_which_some_are_dropped(run):
     def block(given):
-        return {"x": torch.tanh(given["x"] * 2).exp(), "unused": given["x"].exp().sin(), "kept": given["kept"]}
+        return {
+            "x": torch.tanh(given["x"] * 2).exp(),
+            "unused": given["x"].exp().sin(),
+            "kept": given["kept"],
+        }
 
     x = leaf(3, 4)
     out = run([block] * 3, {"x": x, "unused": None, "kept": torch.arange(3)})
@@ -628,7 +659,11 @@ def test_block_that_gives_a_side_input(run):
 def test_x_changed_by_its_owner_after_the_forward(run):
     def block(given):
         given["calls"] += 1
-        return {"x": torch.tanh(given["x"] * given["scale"][0]), "scale": given["scale"], "calls": given["calls"]}
+        return {
+            "x": torch.tanh(given["x"] * given["scale"][0]),
+            "scale": given["scale"],
+            "calls": given["calls"],
+        }
 
     x = leaf(3, 4)
     given = {"x": x, "scale": [2.0], "calls": 0}
@@ -653,7 +688,9 @@ def test_packed_sequences_and_results_with_names(run):
             return PackedSequence(torch.tanh(self.linear(packed.data)), *packed[1:])
 
     def names(result):
-        return torch.max(torch.tanh(result.values.expand(3, 4) * result.indices), dim=0, keepdim=True)
+        return torch.max(
+            torch.tanh(result.values.expand(3, 4) * result.indices), dim=0, keepdim=True
+        )
 
     blocks, x = [Block(), Block()], leaf(2, 3, 4)
     out = run(blocks, pack_padded_sequence(x, [3, 2], batch_first=True))
@@ -671,7 +708,9 @@ def test_x_of_several_dtypes_and_none(run):
         return ids + 1, torch.tanh(x * mask) + F.one_hot(ids % 4, 4), ~mask, nothing
 
     x = leaf(3, 4, dtype=torch.float64)
-    out = run([block] * 3, (torch.tensor([0, 1, 2]), x, torch.tensor([True, False, True, True]), None))
+    out = run(
+        [block] * 3, (torch.tensor([0, 1, 2]), x, torch.tensor([True, False, True, True]), None)
+    )
     out[1].sum().backward()
     return out, x
 
@@ -824,7 +863,10 @@ class Model(nn.Module):
     def __init__(self, run, how):
         super().__init__()
         self.run, self.how, self.calls = run, how, 0
-        self.first, self.second = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Layer(dropout=0.2)
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            Layer(dropout=0.2),
+        )
         self.head = nn.BatchNorm1d(4)
 
     def one(self, x):
@@ -854,7 +896,12 @@ def test_parts_of_the_model_as_blocks(how):
         xs = [leaf(6, 4, number=n) for n in range(2)]
         for x in xs:
             model(x).square().sum().backward()
-        return [(n, p.detach(), p.grad) for n, p in model.named_parameters()], dict(model.named_buffers()), model.calls, xs
+        return (
+            [(n, p.detach(), p.grad) for n, p in model.named_parameters()],
+            dict(model.named_buffers()),
+            model.calls,
+            xs,
+        )
 
     agree(step)
 
