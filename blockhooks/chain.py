@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -417,4 +417,4 @@ def _rebuilt(plugins: tuple[Any, ...]) -> HookChain:
     return HookChain(plugins, without=absent)
 
 
-Hooks = Union[HookChain, Sequence[Any], Any]
+Hooks = HookChain | Sequence[Any] | Any

@@ -913,9 +913,8 @@ def _used(function: Any, name: str, kind: type) -> frozenset[str] | None:
             return None
         for attribute in used - found:
             found.add(attribute)
-            for inner in _functions(inspect.getattr_static(kind, attribute, None)):
-                if inner.__code__.co_varnames:
-                    stack.append((inner.__code__, inner.__code__.co_varnames[0]))
+            codes = [f.__code__ for f in _functions(inspect.getattr_static(kind, attribute, None))]
+            stack += [(code, code.co_varnames[0]) for code in codes if code.co_varnames]
     return frozenset(found)
 
 

@@ -193,7 +193,7 @@ def test_a_hook_of_a_far_name_lists_those_there_are():
             return x
 
     with pytest.raises(
-        HookError, match="implements 'zzz'.*known are plan_segments, run_blocks, run_segment"
+        HookError, match=r"implements 'zzz'.*known are plan_segments, run_blocks, run_segment"
     ):
         HookChain([Steer()])
 
