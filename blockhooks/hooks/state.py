@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 import random
 import sys
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from blockhooks.errors import HookError
@@ -252,8 +254,7 @@ class _State:
     def _module(self, module: nn.Module, capturing: Capturing) -> None:
         attributes = module.__dict__
         learned = _learned_of(module)
-        owned: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
-        lazy = any(map(is_lazy, owned))
+        lazy = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
         if lazy:
             self.stays = "it initialises a lazy module"
         elif isinstance(module, _NormBase) and module.training:
@@ -265,11 +266,11 @@ class _State:
             if name != "_parameters" or not any(map(_wraps, module._parameters.values())):
                 self._registry(attributes[name])
         for name, parameter in module._parameters.items():
-            if parameter is not None and not is_lazy(parameter):
+            if parameter is not None and not (lazy and is_lazy(parameter)):
                 self.flags.append((parameter, parameter.requires_grad))
                 self._place(module._parameters, name, parameter, learned, compare)
         for name, buffer in module._buffers.items():
-            if buffer is not None and not is_lazy(buffer):
+            if buffer is not None and not (lazy and is_lazy(buffer)):
                 self._place(module._buffers, name, buffer, learned, compare)
         self._owner(attributes, capturing, learned, compare)
 
@@ -426,10 +427,7 @@ def _grad(tensor: Tensor) -> tuple[Tensor | None, int]:
 
 def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
     """Give a dict these contents, if it has others."""
-    if len(holder) == len(contents) and all(
-        name == other and value is holder[other]
-        for (name, value), other in zip(contents.items(), holder, strict=True)
-    ):
+    if list(holder) == list(contents) and all(map(operator.is_, holder.values(), contents.values())):
         return
     holder.clear()
     holder.update(contents)

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from blockhooks.errors import RecomputeError
 from blockhooks.hookspecs import hookimpl
@@ -44,6 +44,8 @@ class _Versions:
         self.run, self.segment = run, segment
         self.tensors: list[Tensor] = []
         for module in run.survey(segment).modules:
+            if isinstance(module, LazyModuleMixin):
+                continue  # its tensors are not there yet
             for owned in (module._parameters, module._buffers):
                 self.tensors += [tensor for tensor in owned.values() if tensor is not None]
         self.sides: dict[int, str] = {}  # what to call a side input's tensor, by id
@@ -52,7 +54,7 @@ class _Versions:
             self._side(value, f"side input {place}")
         for name, value in kwargs.items():
             self._side(value, f"the side input {name!r}")
-        self.tensors = [t for t in self.tensors if not (is_lazy(t) or t.is_inference())]
+        self.tensors = [t for t in self.tensors if not t.is_inference()]
         self.versions = [tensor._version for tensor in self.tensors]
 
     def _side(self, value: Any, name: str) -> None:
