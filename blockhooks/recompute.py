@@ -98,13 +98,54 @@ class _PackHook:
             hooks = hooks[0]._user_hooks
         self._user_hooks = hooks
         _push_hooks(self, unpack)
+        _transforms.enter()
 
     def pop(self) -> None:
+        _transforms.leave()
         self._user_hooks = None  # no longer than that: autograd's graph holds us
         _pop_hooks()
 
     def __call__(self, tensor: Tensor) -> Any:
         raise NotImplementedError
+
+
+class _Transforms:
+    """Lets a block use torch.func's transforms, which refuse to run under saved-tensor hooks (torch 2.14).
+
+    While a region runs, the context in which torch refuses takes ours away first and gives them back at its end. What
+    autograd saves in a transform is kept, then, and not expected from a recompute, where it is alike.
+    """
+
+    def __init__(self) -> None:
+        self._refuse = torch.autograd.graph.disable_saved_tensors_hooks
+        self._regions = 0
+
+    def enter(self) -> None:
+        self._regions += 1
+        torch.autograd.graph.disable_saved_tensors_hooks = self._without_ours
+
+    def leave(self) -> None:
+        self._regions -= 1
+        if not self._regions:
+            torch.autograd.graph.disable_saved_tensors_hooks = self._refuse
+
+    @contextlib.contextmanager
+    def _without_ours(self, message: str) -> Iterator[None]:
+        taken: list[Any] = []
+        top: Any = _top_hooks(True)
+        while top is not None and isinstance(top[0], _PackHook):
+            _pop_hooks()
+            taken.append(top)
+            top = _top_hooks(True)
+        try:
+            with self._refuse(message):
+                yield
+        finally:
+            for pack, unpack in reversed(taken):
+                _push_hooks(pack, unpack)
+
+
+_transforms = _Transforms()
 
 
 class _Frame(_PackHook):
@@ -448,7 +489,7 @@ def _forget_after(task: int, frame: _Frame) -> None:
                 if alive is not None:
                     alive.recomputed.pop(task, None)
 
-        torch.autograd.Variable._execution_engine.queue_callback(forget)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(forget)
     frames.append(weakref.ref(frame))
 
 

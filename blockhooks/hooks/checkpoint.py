@@ -81,7 +81,8 @@ class Checkpoint:
         self.plan = every(1) if plan is None else plan
         if save is not None and not callable(save):
             save = list(save)
-            create_selective_checkpoint_contexts(save)  # its checks of the operators, at once
+            # Its checks of the operators, at once.
+            create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]
         self.save, self.early_stop, self.check = save, early_stop, check
         self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
         self.planner = (
@@ -116,7 +117,7 @@ class Checkpoint:
         contexts = region.capture(x)
         around = None
         if self.save is not None:
-            around, again = create_selective_checkpoint_contexts(self.save)
+            around, again = create_selective_checkpoint_contexts(self.save)  # type: ignore[no-untyped-call]
             contexts.append(lambda: again)
         result = checkpointed(
             region,

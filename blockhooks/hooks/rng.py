@@ -183,7 +183,7 @@ def _torch_source(generator: torch.Generator) -> _Source:
 def _python_source() -> _Source:
     """Python's global generator."""
     read: Callable[[], Any] = random.getstate
-    own: random.Random = random._inst  # type: ignore[attr-defined]
+    own: random.Random = random._inst
     if _shows_draws(random.Random(0), _python_memory, "random", "normalvariate", "gauss", "gauss"):
         read = _Watched(_python_memory(own), read)
     return read, random.setstate, _same_bits
