@@ -8,6 +8,7 @@ count what autograd saves for a block; `FlopCounter` counts operations. None of 
 from __future__ import annotations
 
 import time
+import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
@@ -37,11 +37,11 @@ __all__ = [
     "Sizes",
     "Span",
     "Step",
+    "Storage",
     "Timeline",
     "Watch",
     "active_hooks",
     "autograd_is_plain",
-    "identities",
     "nodes_since",
     "saved_in_graph",
     "saved_through",
@@ -331,7 +331,7 @@ class Step:
         self.tokens: int | None = None
         self.flops: FlopCounter | None = None
         self.counted: set[str] = set()
-        self.storages: set[StorageWeakRef] = set()
+        self.storages: set[Storage] = set()
         self.unsettled: list[Callable[[], None]] = []
         timeline.on_backward = self.settle
 
@@ -452,8 +452,11 @@ def _thinned(samples: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------------------------------------------- saved tensors
 
 
-Sizes = dict[StorageWeakRef, int]
-"""Bytes of storages. A weak reference keeps a storage's identity, not its memory: an address can be used again."""
+Storage = weakref.ref[torch.UntypedStorage]
+"""Tells a storage apart even when it is gone and its address is used again, and does not keep it."""
+
+Sizes = dict[Storage, int]
+"""Bytes of storages."""
 
 
 @contextmanager
@@ -499,22 +502,12 @@ def _names_of_saved(kind: type) -> tuple[str, ...]:
 def _see(tensor: Tensor, seen: Sizes) -> None:
     parameter = tensor.is_leaf and tensor.requires_grad  # known or not
     for storage in storages(tensor):
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        seen.setdefault(reference, 0 if parameter else storage.nbytes())
+        seen.setdefault(weakref.ref(storage), 0 if parameter else storage.nbytes())
 
 
 def sizes(tensors: Iterable[Tensor]) -> Sizes:
     """Return the storages of tensors."""
-    return {
-        StorageWeakRef(storage): storage.nbytes()  # type: ignore[no-untyped-call]
-        for tensor in tensors
-        for storage in storages(tensor)
-    }
-
-
-def identities(tensors: Iterable[Tensor]) -> set[int]:
-    """Return what tells the storages of tensors apart while they live: the ``cdata`` of references to them."""
-    return {storage._cdata for tensor in tensors for storage in storages(tensor)}
+    return {weakref.ref(s): s.nbytes() for tensor in tensors for s in storages(tensor)}
 
 
 def active_hooks() -> tuple[Any, Any] | None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_leaves
 
@@ -36,11 +35,11 @@ from blockhooks.timeline import (
     FlopCounter,
     Sizes,
     Step,
+    Storage,
     Timeline,
     Watch,
     active_hooks,
     autograd_is_plain,
-    identities,
     nodes_since,
     saved_in_graph,
     saved_through,
@@ -184,7 +183,7 @@ class Profile:
             if seen is None:
                 seen = saved_in_graph(nodes_since(began, outputs))
             saved = _Saved(
-                mode.dropping, seen, _not_counted(run, block), x_sizes, _identities(result)
+                mode.dropping, seen, _not_counted(run, block), x_sizes, sizes(_tensors(result))
             )
             recording.note_saved(index, saved)
             recording.count_flops(index, nodes_since(began, outputs))
@@ -443,16 +442,16 @@ class _Saved(NamedTuple):
     Attributes:
         dropping: Whether it went to hooks that may have dropped it.
         seen: The storages.
-        without: Identities of those that are not counted.
-        x: Storages of the block's input.
-        result: Identities of those of its result.
+        without: Those that are not counted.
+        x: Those of the block's input.
+        result: Those of its result.
     """
 
     dropping: bool
     seen: Sizes
-    without: set[int]
+    without: Collection[Storage]
     x: Sizes
-    result: set[int]
+    result: Collection[Storage]
 
 
 class _Recording:
@@ -496,9 +495,9 @@ class _Recording:
         x, counted = saved.x, self.step.storages
         kept = dropped = of_x = inside = 0
         for storage, nbytes in saved.seen.items():
-            if storage in counted or (storage.cdata in saved.without and storage not in x):
+            if storage in counted or (storage in saved.without and storage not in x):
                 continue
-            if saved.dropping and _is_gone(storage):
+            if saved.dropping and storage() is None:
                 dropped += nbytes
                 continue
             counted.add(storage)
@@ -506,10 +505,10 @@ class _Recording:
                 of_x += x[storage]
             else:
                 kept += nbytes
-                inside += 0 if storage.cdata in saved.result else nbytes
+                inside += 0 if storage in saved.result else nbytes
         if dropped and not inside:
             # A region keeps its input, whether or not the block would have (R2).
-            others = {storage for storage in x if storage not in counted and not _is_gone(storage)}
+            others = {storage for storage in x if storage not in counted and storage() is not None}
             of_x += sum(x[storage] for storage in others)
             counted |= others
         block.kept_bytes, block.dropped_bytes, block.x_bytes = kept, dropped, of_x
@@ -569,14 +568,6 @@ def _nodes(x: Any) -> set[Node]:
     return {tensor.grad_fn for tensor in _tensors(x) if tensor.grad_fn is not None}
 
 
-def _identities(x: Any) -> set[int]:
-    return identities(_tensors(x))
-
-
-def _is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
-
-
 def _device(x: Any) -> torch.device:
     return next((tensor.device for tensor in _tensors(x)), torch.device("cpu"))
 
@@ -593,10 +584,10 @@ def _device_name(device: torch.device) -> str:
     )
 
 
-def _not_counted(run: Run, block: Block) -> set[int]:
+def _not_counted(run: Run, block: Block) -> Sizes:
     """Return the storages that a block does not keep: parameters, buffers, and side inputs."""
     own = chain(block.parameters(), block.buffers()) if isinstance(block, nn.Module) else ()
-    return identities(chain(own, _tensors((run.args, run.kwargs))))
+    return sizes(chain(own, _tensors((run.args, run.kwargs))))
 
 
 def _versions() -> dict[str, str]:
