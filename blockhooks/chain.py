@@ -210,6 +210,9 @@ def _thrown(generator: Any, error: BaseException, impl: _Impl, hook: str) -> Any
         if isinstance(error, StopIteration) and wrapped.__cause__ is error:
             raise error from error.__cause__
         raise
+    finally:
+        # R8: this frame is in the traceback of the exception, which it must not refer to.
+        del error
     generator.close()
     raise HookError(f"{hook} of {impl.plugin} is a wrapper that yielded twice.")
 
