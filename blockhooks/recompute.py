@@ -130,7 +130,7 @@ class _Transforms:
             torch.autograd.graph.disable_saved_tensors_hooks = self._refuse
 
     @contextlib.contextmanager
-    def _without_ours(self, message: str) -> Iterator[None]:
+    def _without_ours(self, error_message: str) -> Iterator[None]:
         taken: list[Any] = []
         top: Any = _top_hooks(True)
         while top is not None and isinstance(top[0], _PackHook):
@@ -138,7 +138,7 @@ class _Transforms:
             taken.append(top)
             top = _top_hooks(True)
         try:
-            with self._refuse(message):
+            with self._refuse(error_message):
                 yield
         finally:
             for pack, unpack in reversed(taken):
