@@ -72,9 +72,7 @@ class Operators(TorchDispatchMode):
 
 
 # What torch imports for its log and for a transform, it scripts (torch 2.13).
-scripted_by_torch = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)
+scripted_by_torch = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 @pytest.fixture(params=[True, False], ids=["early stop", "to the end"])
