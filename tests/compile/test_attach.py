@@ -107,5 +107,5 @@ def test_what_the_compiler_cannot_follow_is_an_error_where_one_graph_is_demanded
     model = Model()
     with attach(model, [Watch()]):
         model.compile(backend="aot_eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="_uncompiled"):
             model(sequence())
