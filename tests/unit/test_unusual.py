@@ -911,3 +911,357 @@ def test_a_function_that_uses_its_model_in_unknown_ways_answers_for_all_of_it():
     out = model(leaf(6, 4))
     with pytest.raises(RecomputeError, match="buffer 'num_batches_tracked' of BatchNorm1d"):
         out.square().sum().backward()
+
+
+# ---- whole models and training loops ---------------------------------------------------------------------------------
+
+
+@agrees
+def test_skip_connections_through_a_shared_store(run):
+    """A U-Net whose blocks push to and pop from one list that they all hold."""
+
+    class Down(nn.Module):
+        def __init__(self, store):
+            super().__init__()
+            self.linear, self.store = nn.Linear(4, 4), store
+
+        def forward(self, x):
+            self.store.append(x)
+            return torch.tanh(self.linear(x))
+
+    class Up(Down):
+        def forward(self, x):
+            return torch.tanh(self.linear(x) + self.store.pop())
+
+    store, x = [], leaf(3, 4)
+    blocks = [Down(store), Down(store), Up(store), Up(store)]
+    run(blocks, x).square().sum().backward()
+    return x, [block.linear for block in blocks], store
+
+
+@agrees
+def test_skip_connections_through_a_side_input(run):
+    down, up = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def push(x, store):
+        store.append(x)
+        return torch.tanh(down(x))
+
+    def pull(x, store):
+        return torch.tanh(up(x) + store.pop())
+
+    store, x = [], leaf(3, 4)
+    run([push, push, pull, pull], x, store).square().sum().backward()
+    return x, down, up, store
+
+
+@agrees
+def test_dense_blocks_that_hand_on_a_growing_list(run):
+    class Dense(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.linear = nn.Linear(4 * index, 4)
+
+        def forward(self, features):
+            return [*features, torch.relu(self.linear(torch.cat(features, -1)))]
+
+    blocks, x = [Dense(index + 1) for index in range(3)], leaf(3, 4)
+    torch.cat(run(blocks, [x]), -1).square().sum().backward()
+    return blocks, x
+
+
+@agrees
+def test_residual_blocks_in_place(run):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+            self.norm, self.activation = nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            y = self.norm(self.convolution(x))
+            y += x
+            return self.activation(y)
+
+    blocks, x = [Residual() for _ in range(3)], leaf(2, 3, 5, 5)
+    for _ in range(2):
+        run(blocks, x).square().sum().backward()
+    return blocks, x
+
+
+@agrees
+def test_router_that_balances_its_load(run):
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = (
+                nn.Linear(4, 3),
+                nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+            )
+            self.load, self.bias = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.zeros(3))
+            self.auxiliary = None
+
+        def forward(self, x):
+            probability = (self.gate(x) + self.bias).softmax(-1)
+            pick = probability.argmax(-1)
+            self.load += torch.bincount(pick, minlength=3)
+            self.auxiliary = (probability.mean(0) * self.load / self.load.sum()).sum()
+            self.bias = self.bias + 0.1 * torch.sign(self.load.mean() - self.load)
+            return x + torch.tanh(
+                torch.stack([self.experts[int(k)](row) for k, row in zip(pick, x, strict=True)])
+            )
+
+    blocks, xs = [Router(), Router()], [leaf(5, 4, number=n) for n in range(2)]
+    for x in xs:
+        out = run(blocks, x)
+        (out.square().sum() + sum(block.auxiliary for block in blocks)).backward()
+    return blocks, xs
+
+
+@agrees
+def test_two_networks_against_each_other(run):
+    generator, critic = layers(2, dropout=0.1), layers(2)
+    steps = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    losses = []
+    for number in range(2):
+        fake = run(generator, leaf(3, 4, number=number))
+        loss = run(critic, fake.detach()).square().mean()
+        steps[1].zero_grad()
+        loss.backward()
+        steps[1].step()
+        critic.requires_grad_(False)
+        score = -run(critic, fake).mean()
+        steps[0].zero_grad()
+        score.backward()
+        steps[0].step()
+        critic.requires_grad_(True)
+        losses.append((loss.detach(), score.detach()))
+    return losses, generator, critic
+
+
+@agrees
+def test_a_teacher_that_follows_its_student(run):
+    student, teacher = layers(2, dropout=0.1), layers(2).requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    losses = []
+    for number in range(3):
+        x = leaf(3, 4, number=number, grad=False)
+        with torch.no_grad():
+            target = run(teacher, x)
+        loss = (run(student, x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+    return losses, student, teacher
+
+
+@agrees
+def test_embeddings_tied_to_the_output(run):
+    table = nn.Embedding(7, 4)
+    blocks = [table, *layers(2), lambda hidden: hidden @ table.weight.t()]
+    run(blocks, torch.tensor([1, 2, 3])).square().sum().backward()
+    return table, blocks[1]
+
+
+@agrees
+def test_gradients_arrive_in_the_same_order(run):
+    order, blocks, x = [], layers(3), leaf(3, 4)
+    for index, parameter in enumerate(blocks.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda p, index=index: order.append(index))
+    run(blocks, x).sum().backward()
+    return order, [p.grad for p in blocks.parameters()], x
+
+
+@agrees
+def test_functional_call_with_other_buffers(run):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)
+            )
+
+        def forward(self, x):
+            return run(self.blocks, x)
+
+    net = Net()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    out = torch.func.functional_call(net, (parameters, buffers), (leaf(6, 4),))
+    out.square().sum().backward()
+    return out, parameters, buffers, dict(net.named_buffers())
+
+
+@agrees
+def test_a_forward_that_replaces_itself(run):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def first(self, x):
+            self.forward = self.later
+            return torch.tanh(self.linear(x))
+
+        def later(self, x):
+            return torch.sin(self.linear(x)).exp()
+
+        def forward(self, x):
+            return self.first(x)
+
+    blocks, x = [Changes(), Changes()], leaf(3, 4)
+    for _ in range(2):
+        run(blocks, x).sum().backward()
+    return [block.linear for block in blocks], x
+
+
+# ---- x of unusual classes --------------------------------------------------------------------------------------------
+
+
+class Strict:
+    """Cannot be compared, hashed, asked for its truth, or changed."""
+
+    __hash__ = None
+
+    def __init__(self, x):
+        object.__setattr__(self, "x", x)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+    def __eq__(self, other):
+        raise TypeError("no comparison")
+
+    def __bool__(self):
+        raise TypeError("no truth")
+
+    def __len__(self):
+        return 0
+
+
+def batch_encoding(x):
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x})
+
+
+def read(value):
+    return value.x if isinstance(value, Strict) else value["x"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Strict, batch_encoding, lambda x: collections.UserDict(x=x)],
+    ids=["strict", "BatchEncoding", "UserDict"],
+)
+def test_x_of_unusual_classes(kind):
+    def step(run):
+        x = leaf(3, 4)
+        read(
+            run([lambda value: kind(torch.tanh(read(value) * 2).exp())] * 2, kind(x))
+        ).sum().backward()
+        return x
+
+    agree(step)
+
+
+@agrees
+def test_jagged_tensors(run):
+    x = leaf(5, 4)
+    jagged = torch.nested.nested_tensor_from_jagged(x * 1.0, torch.tensor([0, 2, 5]))
+    out = run([lambda t: torch.sin(t * 2), lambda t: t.exp()], jagged)
+    out.values().sum().backward()
+    return out.values(), x
+
+
+# ---- autograd's further ways inside of a block -----------------------------------------------------------------------
+
+
+def with_vjp(x):
+    value, pull = torch.func.vjp(torch.sin, x)
+    return pull(value)[0].exp()
+
+
+def with_jvp(x):
+    return torch.func.jvp(torch.sin, (x,), (x * 2,))[1].exp()
+
+
+def with_hessian(x):
+    return torch.func.vmap(torch.func.hessian(lambda row: row.sin().prod()))(x).sum(-1).exp()
+
+
+def with_dual_numbers(x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(dual.sin()).tangent
+    return tangent.exp()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(
+    "block", [with_vjp, with_jvp, with_hessian, with_dual_numbers], ids=lambda f: f.__name__
+)
+def test_derivatives_inside_of_a_block(block):
+    def step(run):
+        x = leaf(3, 4)
+        run([torch.sin, block, block], x).sum().backward()
+        return x
+
+    agree(step)
+
+
+@agrees
+def test_reversible_blocks(run):
+    """A function of its own that computes its gradient by a backward inside of its backward."""
+
+    class Reversible(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.layer = layer
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                ctx.layer(x).backward(grad)
+            return x.grad, None
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            return torch.tanh(Reversible.apply(x, self.layer))
+
+    blocks, x = [Block(), Block()], leaf(3, 4)
+    run(blocks, x * 1.0).sum().backward()
+    return blocks, x
+
+
+@agrees
+def test_modes_around_the_forward_and_the_step(run):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    blocks, x = layers(2, dropout=0.1), leaf(3, 4)
+    with Looks():
+        loss = run(blocks, x).sum()
+    loss.backward()
+    with FlopCounterMode(display=False):
+        run(blocks, x).sum().backward()
+    return blocks, x
