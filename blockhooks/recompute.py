@@ -119,15 +119,18 @@ class _Transforms:
     def __init__(self) -> None:
         self._refuse = torch.autograd.graph.disable_saved_tensors_hooks
         self._regions = 0
+        self._lock = threading.Lock()  # regions run in several threads
 
     def enter(self) -> None:
-        self._regions += 1
-        torch.autograd.graph.disable_saved_tensors_hooks = self._without_ours
+        with self._lock:
+            self._regions += 1
+            torch.autograd.graph.disable_saved_tensors_hooks = self._without_ours
 
     def leave(self) -> None:
-        self._regions -= 1
-        if not self._regions:
-            torch.autograd.graph.disable_saved_tensors_hooks = self._refuse
+        with self._lock:
+            self._regions -= 1
+            if not self._regions:
+                torch.autograd.graph.disable_saved_tensors_hooks = self._refuse
 
     @contextlib.contextmanager
     def _without_ours(self, error_message: str) -> Iterator[None]:
@@ -741,15 +744,10 @@ def checkpointed(
                     result = function(*args, **kwargs)
         finally:
             frame.pop()
-    except BaseException as error:
+    except BaseException:
         for factory in contexts:
             _forward_done(factory, failed=True)
         frame.close(keep=False)
-        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
-            error.add_note(
-                f"{describe()} uses a transform of torch.func inside, which checkpointing does not allow (torch 2.14). "
-                "Keep this block: leave it out of the plan, as with Checkpoint(plan.blocks([...]))."
-            )
         raise
     finally:
         _OPEN.reset(token)
