@@ -421,6 +421,8 @@ class _Table:
         self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count))
         self.unit = max(top, 1) / slots
         self.ways = [_ways(stage) for stage in stages]
+        # A block that is recomputed by itself is recomputed plainly.
+        self.last_ways = [ways[:1] for ways in self.ways] if longest == 1 else self.ways
         self.forward = np.array([0, *accumulate(s.forward for s in stages)], np.float32)
         outputs = self._rounded([stage.output for stage in stages])
         self.before = [
@@ -469,7 +471,7 @@ class _Table:
             costs -= forward
         for start in range(starts):
             row, edge = costs[start], self.before[start]
-            for way in self.ways[start]:
+            for way in self.ways[start] if length else self.last_ways[start]:
                 if length:
                     least = self._least(way, start, start + length)
                     self._keep_first(way, start, self.shifted[length - 1, start + 1], least, row)
@@ -524,7 +526,7 @@ class _Table:
                 items.append((best[1], start))
                 free -= self.held[start][best[1]]
                 start += 1
-        fitting = [way for way in self.ways[last] if self._slots(way.last_peak) <= free]
+        fitting = [way for way in self.last_ways[last] if self._slots(way.last_peak) <= free]
         items.append((min(fitting, key=lambda way: way.last_time).mode, last))
         return items
 
@@ -568,14 +570,28 @@ def _least_memory(profile: ChainProfile) -> tuple[int, Segments]:
         np.maximum(rest, least[start, start:last], out=rest)
         return rest
 
+    def kept(start: int, last: int) -> tuple[int, Mode]:
+        # The least with the first block kept, and in which mode.
+        waiting = stages[last].gradient if last + 1 < count else 0
+        rest = int(least[start + 1, last])
+        return min(
+            (max(way.forward_peak + waiting, way.backward_peak, way.held + rest), way.mode)
+            for way in ways[start]
+        )
+
     for start in reversed(range(count)):
         least[start, start] = min(way.last_peak for way in ways[start])
         for last in range(start + 1, count):
-            least[start, last] = peaks(start, last).min()
+            least[start, last] = min(peaks(start, last).min(), kept(start, last)[0])
 
     def choose(start: int, last: int) -> list[tuple[Mode, int] | Segment]:
         items: list[tuple[Mode, int] | Segment] = []
         while start < last:
+            peak, mode = kept(start, last)
+            if peak == least[start, last]:
+                items.append((mode, start))
+                start += 1
+                continue
             # Of the cuts with the least peak the most even one nests the least.
             cuts = np.flatnonzero(peaks(start, last) == least[start, last])
             cut = start + int(cuts[np.abs(2 * cuts + 1 - (last - start)).argmin()])

@@ -1,0 +1,68 @@
+"""Random chains of costs, all plans of a small one, and a solver that is slow and sure."""
+
+import random
+from functools import cache
+
+from blockhooks.costs import BlockCosts, ChainProfile, ModeCosts
+from blockhooks.plan import Segment
+
+
+def random_profile(seed, blocks, *, modes=False, even=False):
+    """A chain of unequal blocks: widths, kept bytes, transients and times differ from block to block."""
+    draw = random.Random(seed)
+    made = []
+    width = draw.randint(2, 8)
+    for index in range(blocks):
+        width = width if even else draw.randint(2, 8)
+        kept = draw.randint(width, 12 * width)
+        forward, peak = draw.randint(4, 40), kept + width + draw.randint(0, 12)
+        lighter = ModeCosts(
+            mode="selective",
+            kept=kept // 2,
+            forward_peak=peak,
+            backward_peak=kept + 2 * width,
+            extra=forward * draw.choice((0.05, 0.2)),
+        )
+        made.append(
+            BlockCosts(
+                name=f"block {index}",
+                forward=forward,
+                backward=2 * forward + draw.randint(0, 9),
+                recompute=forward * draw.choice((0.6, 1.0)),
+                output=width,
+                kept=kept,
+                forward_peak=peak,
+                backward_peak=kept + 2 * width + draw.randint(0, 20),
+                gradient=draw.choice((0, width)),
+                modes=(lighter,) if modes else (),
+            )
+        )
+    return ChainProfile(blocks=tuple(made), tail=5.0)
+
+
+def all_plans(start, stop, modes=("keep",), depth=3):
+    """Every plan of the blocks ``start..stop-1``, with segments nested up to `depth` levels."""
+
+    @cache
+    def plans(start, depth, stop):
+        if start == stop:
+            return [()]
+        found = [
+            (Segment(start, start + 1, mode=mode), *rest)
+            for mode in modes
+            for rest in plans(start + 1, depth, stop)
+        ]
+        for middle in range(start + 1, stop + 1) if depth else ():
+            insides = [(), *(i for i in plans(start, depth - 1, middle) if not _all_kept(i))]
+            found += [
+                (Segment(start, middle, inside), *rest)
+                for inside in insides
+                for rest in plans(middle, depth, stop)
+            ]
+        return found
+
+    return plans(start, depth, stop)
+
+
+def _all_kept(segments):
+    return all(segment.mode == "keep" for segment in segments)

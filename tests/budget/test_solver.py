@@ -1,0 +1,166 @@
+"""The solver finds the optimum that trying every plan finds, keeps every budget, and is never slower with more."""
+
+import json
+from math import inf
+
+import pytest
+
+from blockhooks.budget import Plan, predict, solve
+from blockhooks.costs import BlockCosts, ChainProfile
+from blockhooks.errors import BudgetError, PlanError
+from blockhooks.plan import Segment, check_plan, every, first
+from blockhooks.solver import Solver
+from tests.budget.chains import all_plans, random_profile
+
+
+def budgets(profile, count=12):
+    """From below the least peak of any plan to above that of the plain loop."""
+    peak = profile.plain.peak
+    return [peak * step // count for step in range(2, count + 2)]
+
+
+def best_of(points, budget):
+    return min((time for time, peak in points if peak <= budget), default=inf)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
+def test_solver_is_as_fast_as_the_best_of_all_plans(seed, modes):
+    profile = random_profile(seed, 4 if modes else 5, modes=modes)
+    kinds = ("keep", "selective") if modes else ("keep",)
+    points = [predict(profile, plan) for plan in all_plans(0, len(profile), kinds, depth=2)]
+    solver = Solver(profile)
+
+    for budget in budgets(profile):
+        best = best_of(points, budget)
+        if best == inf:
+            with pytest.raises(BudgetError, match="cannot be kept"):
+                solver.solve(budget)
+        else:
+            found = solver.solve(budget)
+            assert found.peak <= budget
+            assert found.time <= best + 0.005 * profile.plain.time
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 24, 60])
+@pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
+def test_a_larger_budget_is_never_slower_and_each_is_kept(blocks, modes):
+    profile = random_profile(blocks, blocks, modes=modes)
+    solver = Solver(profile)
+    before = inf
+
+    for step in range(12):
+        budget = solver.floor.peak + (profile.plain.peak - solver.floor.peak) * step // 11
+        plan = solver.solve(budget)
+        assert plan.peak <= budget
+        assert (plan.time, plan.peak) == tuple(predict(profile, plan(blocks)))
+        assert check_plan(plan(blocks), blocks)
+        assert plan.time <= before
+        before = plan.time
+    assert plan.segments == solver.plain.segments
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_solver_is_no_slower_than_recomputing_the_first_blocks(seed):
+    profile = random_profile(seed, 20)
+    solver = Solver(profile)
+
+    for count in range(21):
+        rule = solver.plan(first(count)(20))
+        assert solver.solve(rule.peak).time <= rule.time
+        assert solver._first_peaks[count] == rule.peak
+
+
+def test_a_time_that_is_said_to_be_unbeatable_is_not_beaten():
+    profile = random_profile(3, 4, modes=True)
+    points = [predict(profile, plan) for plan in all_plans(0, 4, ("keep", "selective"), depth=1)]
+    solver = Solver(profile)
+
+    for budget in budgets(profile):
+        assert solver._bound(budget) <= best_of(points, budget)
+
+
+def test_blocks_that_are_called_one_by_one_get_segments_of_one_block():
+    profile = random_profile(1, 12, modes=True)
+    solver, together = Solver(profile, apart=True), Solver(profile)
+
+    for budget in budgets(profile):
+        try:
+            plan = solver.solve(budget)
+        except BudgetError:
+            continue
+        assert plan.peak <= budget
+        assert all(len(s) == 1 for s in plan.segments if s.mode == "recompute")
+        assert not any(s.children for s in plan.segments)
+        assert plan.time >= together.solve(budget).time
+
+
+def test_below_the_floor_the_error_names_the_floor_and_the_plan_that_reaches_it():
+    profile = random_profile(0, 9)
+
+    with pytest.raises(
+        BudgetError, match="cannot be kept: the least that a plan reaches is"
+    ) as caught:
+        solve(profile, 3)
+
+    floor = caught.value.floor
+    assert f"({floor} bytes" in str(caught.value)
+    assert predict(profile, caught.value.plan.segments).peak == floor
+    assert solve(profile, floor).peak == floor
+    with pytest.raises(BudgetError, match="cannot be kept"):
+        solve(profile, floor - 1)
+
+
+def test_thousands_of_blocks_are_planned_with_little_memory():
+    block = BlockCosts(forward=1.0, backward=2.0, output=1, kept=17, backward_peak=24)
+    profile = ChainProfile(blocks=(block,) * 3_000)
+
+    plan = solve(profile, 0.003)
+
+    assert plan.peak <= profile.plain.peak * 0.003
+    assert max(segment.depth for segment in plan.segments) <= 50
+
+
+def test_a_chain_without_blocks_has_an_empty_plan():
+    plan = solve(ChainProfile(blocks=()), 0.5)
+
+    assert plan(0) == ()
+    assert (plan.peak, plan.slowdown, plan.share) == (0, 1.0, 1.0)
+
+
+def test_a_tail_with_a_high_peak_makes_the_last_blocks_give_way():
+    block = BlockCosts(forward=1.0, backward=2.0, output=1, kept=10, backward_peak=14)
+    profile = ChainProfile(blocks=(block,) * 4, tail_peak=30)
+
+    plan = solve(profile, profile.plain.peak - 35)
+
+    assert plan.peak <= profile.plain.peak - 35
+    assert plan.segments[-1].mode == "recompute"
+
+
+def test_a_plan_survives_json_and_is_a_plan_function(tmp_path):
+    plan = solve(random_profile(2, 8, modes=True), 0.4)
+    plan.save(tmp_path / "plan.json")
+
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text())["budget"] == plan.budget
+    assert plan(8) == plan.segments
+    with pytest.raises(PlanError, match="the plan is for 8 blocks, but the run has 9"):
+        plan(9)
+    with pytest.raises(PlanError, match="expected a plan as a dict"):
+        Plan.from_dict({"time": 1.0})
+
+
+def test_a_plan_prints_as_a_table():
+    profile = random_profile(2, 3)
+    text = str(Solver(profile).plan((Segment(0, 2, every(1)(2)), Segment(2, 3, mode="keep"))))
+
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["blocks", "mode"],
+        ["------", "---------"],
+        ["0..2", "recompute"],
+        ["0..1", "recompute"],
+        ["1..2", "recompute"],
+        ["2..3", "keep"],
+    ]
+    assert "of plain" in text.splitlines()[0]
