@@ -85,6 +85,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 @app.command(epilog="Example: blockhooks demo --steps 5 --layers 12 --out my-demo")
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps in each way.")] = 20,
+    model: Annotated[
+        str, typer.Option(help="gpt, or of transformers: gpt2, llama, bert, vit (extra hf).")
+    ] = "gpt",
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 8,
     width: Annotated[int, typer.Option(min=32, help="Width; a multiple of 32.")] = 256,
     seq: Annotated[int, typer.Option(min=1, help="Bytes in a sequence.")] = 256,
@@ -109,6 +112,7 @@ def demo(
     """
     options = demo_job.Options(
         steps=steps,
+        model=model,
         layers=layers,
         width=width,
         seq=seq,

@@ -13,9 +13,10 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hooks.profile import Profile
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hookspecs import hookimpl
+from blockhooks.models import attach
+from blockhooks.targets import build_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +44,7 @@ __all__ = ["GPT", "OptionError", "Options", "Way", "run"]
 
 HEAD_WIDTH = 32
 CORPUS_BYTES = 4 << 20
+MODELS = ("gpt", "gpt2", "llama", "bert", "vit")
 MIB = 1 << 20
 
 
@@ -54,6 +58,8 @@ class Options:
 
     Args:
         steps: Training steps, each taken in every way.
+        model: ``"gpt"``, the one below; or an architecture of transformers: ``"gpt2"``, ``"llama"``, ``"bert"``, or
+            ``"vit"``, to which the bytes are pixels.
         layers: Number of blocks.
         width: Width of the hidden state, a multiple of 32.
         seq: Bytes of text in a sequence.
@@ -69,6 +75,7 @@ class Options:
     """
 
     steps: int = 20
+    model: str = "gpt"
     layers: int = 8
     width: int = 256
     seq: int = 256
@@ -83,6 +90,8 @@ class Options:
         for name in ("steps", "layers", "width", "seq", "batch"):
             if getattr(self, name) < 1:
                 raise OptionError(f"--{name}: expected at least 1, found {getattr(self, name)}")
+        if self.model not in MODELS:
+            raise OptionError(f"--model: expected one of {', '.join(MODELS)}, found {self.model!r}")
         if self.width % HEAD_WIDTH:
             raise OptionError(
                 f"--width: expected a multiple of {HEAD_WIDTH} (the width of an attention head), found {self.width}"
@@ -169,34 +178,110 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level language model whose blocks run in the plain loop or through a hook chain."""
+    """A byte-level language model whose blocks run in the plain loop or through a hook chain.
+
+    Attributes:
+        hooks: The chain to run the blocks through; None is the plain loop.
+    """
 
     def __init__(self, layers: int, width: int, seq: int) -> None:
         super().__init__()
+        self.hooks: HookChain | None = None
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(seq, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
 
-    def forward(self, ids: Tensor, hooks: HookChain | None = None) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Predict the next byte at each place.
 
         Args:
             ids: Bytes, of shape ``(B, T)``.
-            hooks: The chain to run the blocks through; None is the plain loop.
 
         Returns:
             Logits of shape ``(B, T, 256)``.
         """
         x = self.bytes(ids) + self.positions.weight[: ids.shape[1]]
-        if hooks is None:
+        if self.hooks is None:
             for block in self.blocks:
                 x = block(x)
         else:
-            x = apply_blocks(self.blocks, x, hooks=hooks)
+            x = apply_blocks(self.blocks, x, hooks=self.hooks)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def make_model(options: Options) -> nn.Module:
+    """Build the model; those of transformers are small, and as they come from there."""
+    if options.model == "gpt":
+        return GPT(options.layers, options.width, options.seq)
+    heads, side = options.width // HEAD_WIDTH, isqrt(options.seq)
+    common = {
+        "vocab_size": 256,
+        "hidden_size": options.width,
+        "intermediate_size": 4 * options.width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": options.seq,
+    }
+    settings: dict[str, dict[str, int]] = {
+        "gpt2": {
+            "vocab_size": 256,
+            "n_embd": options.width,
+            "n_layer": options.layers,
+            "n_head": heads,
+            "n_positions": options.seq,
+        },
+        "llama": common,
+        "bert": common,
+        "vit": common
+        | {
+            "image_size": side,
+            "patch_size": max(1, side // 8),
+            "num_channels": 1,
+            "num_labels": 256,
+        },
+    }
+    model: nn.Module = build_model(options.model, settings[options.model])
+    return model
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """Run a model forward, and return its loss.
+
+    Args:
+        model: What `make_model` has built.
+        ids: Bytes, of shape ``(B, T)``.
+        targets: The next byte at each place, of the same shape.
+    """
+    if isinstance(model, GPT):
+        return functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        side = isqrt(ids.shape[1])
+        pixels = ids[:, : side * side].reshape(-1, 1, side, side) / 255
+        output = model(pixel_values=pixels, labels=targets[:, -1])
+    else:
+        output = model(input_ids=ids, labels=ids)
+    loss: Tensor = output.loss
+    return loss
+
+
+@contextmanager
+def hooked(model: nn.Module, hooks: HookChain | None) -> Iterator[None]:
+    """Let the blocks of a model run through a hook chain within a ``with`` statement."""
+    if hooks is None:
+        yield
+    elif isinstance(model, GPT):
+        model.hooks = hooks
+        try:
+            yield
+        finally:
+            model.hooks = None
+    else:
+        with attach(model, hooks):
+            yield
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -237,7 +322,7 @@ class Way:
         self.profiled = HookChain([*self.plugins, self.profile])
         self.hooks = None if plugins is None else self.profiled
         torch.manual_seed(options.seed)
-        self.model = GPT(options.layers, options.width, options.seq).to(options.device)
+        self.model = make_model(options).to(options.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.steps: list[Step] = []
         self.timeline = Timeline()
@@ -246,20 +331,16 @@ class Way:
         """Return the gradients of the last step, in the order of the parameters."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def forward(self, ids: Tensor, targets: Tensor, hooks: HookChain | None) -> Tensor:
-        """Return the loss of a batch."""
-        logits = self.model(ids, hooks)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
     def step(self, batch: tuple[Tensor, Tensor], seed: int, first: Way) -> None:
         """Take a training step and compare it with the first way's."""
         # Gradients stay allocated from step to step, so that what a step allocates is its activations.
         self.optimizer.zero_grad(set_to_none=False)
         torch.manual_seed(seed)
-        began = clock(batch[0])
-        loss = self.forward(*batch, self.hooks)
-        torch.autograd.backward(loss)
-        seconds = (clock(batch[0]) - began) / 1e9
+        with hooked(self.model, self.hooks):
+            began = clock(batch[0])
+            loss = loss_of(self.model, *batch)
+            torch.autograd.backward(loss)
+            seconds = (clock(batch[0]) - began) / 1e9
         self.random_state = torch.get_rng_state()
         gradients = self.gradients()
         self.steps.append(
@@ -282,9 +363,10 @@ class Way:
             # Outermost, so that a span covers all that the chain does for a block.
             hooks = HookChain([spans, *self.hooks.plugins])
             watched = self.profile.measure(device)
-        with watched, memory.peak(device, timeline=True) as meter:
+        self.optimizer.zero_grad(set_to_none=False)
+        with hooked(self.model, hooks), watched, memory.peak(device, timeline=True) as meter:
             began = time.perf_counter_ns()
-            forward_done = self.run(batch, hooks)
+            forward_done = self.run(batch)
             done = clock(batch[0])
         self.timeline = Timeline(
             peak=meter.peak,
@@ -298,15 +380,15 @@ class Way:
         """Profile some steps of the plain loop, too; its own steps were taken without any hooks."""
         if self.hooks is not None:
             return
-        for _ in range(2):
-            self.run(batch, self.profiled)
-        with self.profile.measure(batch[0].device):
-            self.run(batch, self.profiled)
+        with hooked(self.model, self.profiled):
+            for _ in range(2):
+                self.run(batch)
+            with self.profile.measure(batch[0].device):
+                self.run(batch)
 
-    def run(self, batch: tuple[Tensor, Tensor], hooks: HookChain | None) -> int:
+    def run(self, batch: tuple[Tensor, Tensor]) -> int:
         """Do forward and backward, and return when the forward was done, in ns."""
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.forward(*batch, hooks)
+        loss = loss_of(self.model, *batch)
         forward_done = clock(batch[0])
         torch.autograd.backward(loss)
         return forward_done
@@ -482,7 +564,7 @@ def draw(options: Options, ways: Sequence[Way], path: Path) -> None:
     figure.supylabel("live activations (MiB)", fontsize=10)
     figure.suptitle("One training step: what is alive, and when", fontsize=13, fontweight="bold")
     panels[0].set_title(
-        f"{options.layers} blocks, width {options.width}, sequence {options.seq}, "
+        f"{options.model}, {options.layers} blocks, width {options.width}, sequence {options.seq}, "
         f"batch {options.batch}, {options.device}",
         loc="right",
         fontsize=9,

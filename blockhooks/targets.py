@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from blockhooks.errors import BlockhooksError, import_extra
 
-__all__ = ["FactoryError", "Target", "TargetError", "load_target", "loss_of"]
+__all__ = ["FactoryError", "Target", "TargetError", "build_model", "load_target", "loss_of"]
 
 
 class TargetError(BlockhooksError, ValueError):
@@ -97,7 +97,9 @@ def load_target(
             f"expected module:factory, file.py:factory or hf:type (such as hf:gpt2), found {target!r}"
         )
     if source == "hf":
-        return _from_transformers(name, batch, seq, _settings(config))
+        torch.manual_seed(0)
+        model = build_model(name, _settings(config))
+        return Target(target, model, (), _inputs(model, model.config, batch, seq))
     if config:
         raise TargetError(
             "--config sets up hf: targets; a factory has its settings in its own code"
@@ -184,7 +186,17 @@ def _settings(pairs: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _from_transformers(kind: str, batch: int, seq: int, settings: dict[str, Any]) -> Target:
+def build_model(kind: str, settings: dict[str, Any]) -> Any:
+    """Build an architecture of transformers with random weights, in training mode.
+
+    Args:
+        kind: The model type, such as ``"gpt2"``.
+        settings: What its configuration shall have other than by default.
+
+    Raises:
+        TargetError: If there is no such type, or it does not fit into this machine's memory.
+        MissingExtraError: If transformers is not installed.
+    """
     transformers = import_extra("transformers", "hf", f"hf:{kind}")
     if kind not in transformers.CONFIG_MAPPING:
         close = [known for known in transformers.CONFIG_MAPPING if kind.split("-")[0] in known][:5]
@@ -199,9 +211,7 @@ def _from_transformers(kind: str, batch: int, seq: int, settings: dict[str, Any]
         if type(config) in getattr(transformers, name)._model_mapping
     )
     _refuse_what_does_not_fit(head, config, kind)
-    torch.manual_seed(0)
-    model = head.from_config(config).train()
-    return Target(f"hf:{kind}", model, (), _inputs(model, config, batch, seq))
+    return head.from_config(config).train()
 
 
 def _refuse_what_does_not_fit(head: Any, config: Any, kind: str) -> None:

@@ -67,9 +67,18 @@ def test_the_job_tells_when_a_single_bit_differs(tmp_path, monkeypatch):
     assert "NO" in printed
 
 
+@pytest.mark.parametrize("model", demo.MODELS[1:])
+def test_models_of_transformers_are_bit_equal_too(tmp_path, model):
+    fine, _ = run(demo.Options(**TINY, model=model, out=tmp_path))
+    assert fine
+    ways = json.loads((tmp_path / "figures.json").read_text())["ways"]
+    assert ways["checkpoint"]["peak_bytes"] < ways["plain"]["peak_bytes"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("model", "rnn", "--model: expected one of gpt, gpt2, llama, bert, vit, found 'rnn'"),
         ("steps", 0, "--steps: expected at least 1, found 0"),
         ("layers", -1, "--layers: expected at least 1, found -1"),
         ("width", 100, r"--width: expected a multiple of 32 .*, found 100"),
