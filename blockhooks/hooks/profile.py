@@ -62,6 +62,7 @@ PENDING: Final = 16
 COUNT_EVERY: Final = 32
 
 Schedule = Callable[[int], Any]
+_Plan = tuple[tuple["Segment", tuple[str, ...]], ...]  # segments with the names of their blocks
 
 
 class Profile:
@@ -85,8 +86,8 @@ class Profile:
     Side: outside (the run) and inside, in the forward and in each recompute. Keeps no tensor (R8).
 
     Note:
-        Bytes and operations are counted in the first step, whenever x or the mode of a block has changed, and in
-        every 32nd step; the times of such a step are a little longer.
+        Bytes and operations are counted in the first step, whenever x, the plan or the mode of a block has changed, and
+        in every 32nd step; the times of such a step are a little longer.
     """
 
     def __init__(
@@ -110,24 +111,31 @@ class Profile:
         self._number = -1
         self._by_hand = False
         self._counted: dict[str, _Counted] = {}
+        self._plans: dict[str, _Plan] = {}  # of runs, by their first block
         self._measuring = False
         self._measured: Step | None = None
         self._memory: dict[str, Any] | None = None
         self._device = torch.device("cpu")
         self._chain = ""
-        self._segments: Sequence[Segment] = ()
 
     # ------------------------------------------------------------------------------------------------------- hooks
 
     @hookimpl(wrapper=True)
     def run_blocks(self, run: Run, x: Hidden) -> Generator[None, Any, Any]:
         """Find the step that this run belongs to."""
+        if not run.blocks:
+            return (yield)
         names = _labels(run)
         # Those that this run executes: one of a stack, where an attached model calls its blocks one by one.
         executed = [names[index] for segment in run.segments for index in segment.indices]
         step = self._step_of(executed, x)
         if not step.recorded:
             return (yield)
+        planned = tuple((segment, names[segment.start : segment.stop]) for segment in run.segments)
+        if self._plans.get(executed[0]) != planned:
+            self._plans[executed[0]] = planned
+            for name in executed:
+                self._counted.pop(name, None)
         run.state[self] = _Recording(step, names)
         step.runs += 1
         try:
@@ -140,7 +148,7 @@ class Profile:
         finally:
             step.runs -= 1
             step.timeline.end = step.timeline.now()
-            self._chain, self._segments = run.hooks.describe(), run.segments
+            self._chain = run.hooks.describe()
 
     @hookimpl(wrapper=True)
     def run_segment(
@@ -207,9 +215,9 @@ class Profile:
     def _refresh(self, step: Step) -> None:
         if self._strip is not None and self._strip.due():
             steps = (*self._traced, *self._pending)
-            done = next((s for s in reversed(steps) if s is not step and s.timeline.done), None)
-            if done is not None:
-                self._strip.show(done.figures())
+            done = [s for s in steps if s is not step and s.blocks and s.timeline.done]
+            if done:
+                self._strip.show(done[-1].figures())
 
     # ----------------------------------------------------------------------------------------------------- figures
 
@@ -270,7 +278,11 @@ class Profile:
             "device": _device_name(self._device),
             "versions": _versions(),
             "chain": self._chain,
-            "plan": [segment.to_dict() for segment in self._segments],
+            "plan": [
+                {**segment.to_dict(), "blocks": list(names)}
+                for planned in self._plans.values()
+                for segment, names in planned
+            ],
             "timeline": steps[-1].spans() if steps else [],
             "memory": self._memory,
         }

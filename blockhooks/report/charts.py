@@ -46,7 +46,9 @@ class Chart(NamedTuple):
 
 
 def charts(figures: dict[str, Any]) -> Iterator[Chart]:
-    """Yield the charts of one run."""
+    """Yield the charts of one run; none if no step was recorded."""
+    if not figures["blocks"]:
+        return
     if figures["memory"] is not None:
         yield _memory(figures)
     yield _times(figures)

@@ -262,24 +262,30 @@ def _chart(name: str, chart: Chart) -> str:
 
 
 def _plan(figures: dict[str, Any]) -> str:
-    modes = {block["index"]: block for block in figures["blocks"]}
+    blocks = {block["name"]: block for block in figures["blocks"]}
     used = dict.fromkeys(block["mode"] for block in figures["blocks"])
     legend = ", ".join(
         f'<span class="cell {mode}">{mode[0].upper()}</span> {MODES[mode]}' for mode in used
     )
-    strip = "".join(_segment(segment, modes) for segment in figures["plan"])
+    strip = "".join(
+        _segment(s, dict(enumerate(s["blocks"], s["start"])), blocks) for s in figures["plan"]
+    )
     return (
         f'<div class="plan" role="list" aria-label="Segments of the plan">{strip}</div>'
         f'<p class="words">{legend}; a frame is a segment</p>'
     )
 
 
-def _segment(segment: dict[str, Any], blocks: Mapping[int, dict[str, Any]]) -> str:
+def _segment(
+    segment: dict[str, Any], names: Mapping[int, str], blocks: Mapping[str, dict[str, Any]]
+) -> str:
     inside = (
-        "".join(_segment(child, blocks) for child in segment["children"])
+        "".join(_segment(child, names, blocks) for child in segment["children"])
         if segment["children"]
         else "".join(
-            _cell(blocks[i]) for i in range(segment["start"], segment["stop"]) if i in blocks
+            _cell(blocks[names[index]])
+            for index in range(segment["start"], segment["stop"])
+            if names[index] in blocks
         )
     )
     title = f"blocks {segment['start']} to {segment['stop'] - 1}"

@@ -449,6 +449,13 @@ def test_containers_of_tensors_pass():
     assert calls(profile) == [(1, 1, 1)] * 2
 
 
+def test_a_run_without_blocks_is_nothing():
+    x, profile = hidden(), Profile()
+    assert apply_blocks([], x, hooks=profile) is x
+    assert profile.to_dict()["blocks"] == []
+    assert "all, 0 steps" in profile.table()
+
+
 def test_a_block_that_does_nothing_has_no_backward():
     profile = profiled(blocks=[*stack(1), nn.Identity(), *stack(1)])
     assert calls(profile) == [(1, 0, 1), (1, 0, 0), (1, 0, 1)]
@@ -673,6 +680,18 @@ def test_the_first_block_has_one_product_less_where_x_needs_no_gradient():
     assert [block["backward"] for block in column(profile, "flops")] == [forward, 2 * forward]
 
 
+def test_flops_are_counted_again_when_the_plan_changes():
+    plans = iter([plan.tree(2), plan.every(1), plan.every(1)])
+    checkpoint, profile = Checkpoint(), Profile(flops=True)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+    hardware = []
+    for checkpoint.plan in plans:
+        profiled(checkpoint, blocks=blocks, profile=profile)
+        hardware.append(profile.to_dict()["totals"]["hardware_flops"] / (2 * ROWS * WIDTH * WIDTH))
+    # Forward, backward, and each block once more; in a tree those that another one begins with twice.
+    assert hardware == [4 + 8 + 4 + 2, 4 + 8 + 4, 4 + 8 + 4]
+
+
 def test_flops_are_none_unless_asked_for():
     figures = profiled().to_dict()
     assert figures["totals"]["model_flops"] is None
@@ -760,7 +779,9 @@ def test_the_figures_are_json():
     figures = profile.to_dict()
     assert json.loads(json.dumps(figures)) == figures
     assert figures["chain"] == "Checkpoint, Profile, VersionGuard, StateSnapshot, RNGSnapshot"
-    assert figures["plan"] == [Segment(i, i + 1).to_dict() for i in range(3)]
+    assert figures["plan"] == [
+        {**Segment(i, i + 1).to_dict(), "blocks": [f"{i}: Sequential"]} for i in range(3)
+    ]
     assert figures["device"] == "cpu"
     assert figures["versions"]["torch"] == torch.__version__
 

@@ -160,6 +160,11 @@ def test_a_run_that_was_not_measured_says_how(runs):
     assert "Runs" not in Numbers(page).words
 
 
+def test_a_profile_of_nothing_has_a_page():
+    pytest.importorskip("plotly")
+    assert "steps recorded" in Numbers(html_page({"nothing": Profile().to_dict()})).words
+
+
 def test_drift_and_outliers_are_told(runs):
     drift = {"block": "2: Layer", "phase": "backward", "first_ms": 1.0, "last_ms": 2.0}
     outlier = {"step": 31, "block": "1: Layer", "phase": "forward", "ms": 9.0, "usual_ms": 1.5}
