@@ -196,7 +196,8 @@ class _Attached:
 
     Attributes:
         inside: Whether its blocks lie in blocks of another stack, and matter only if those are never called.
-        measured: Indices of blocks whose saved bytes are known.
+        measured: Blocks whose saved bytes are known, and in which mode they were measured.
+        planned: Whether a plugin plans.
         checkpoint: The plugin whose segments may span several blocks, if there is one.
         open: The region of several blocks that the loop is in.
     """
@@ -211,7 +212,8 @@ class _Attached:
         self.routes: list[_Block] = []
         self.plan: list[tuple[Segment, Segment]] | None = None
         self.last = -1
-        self.measured: set[int] = set()
+        self.measured: dict[int, Mode] = {}
+        self.planned = any(hasattr(plugin, "plan_segments") for plugin in handle.chain.plugins)
         self.checkpoint = spanning_checkpoint(handle.chain.plugins)
         self.record.spans = self.checkpoint is not None
         self.open: SpanningRegion | None = None
@@ -261,7 +263,7 @@ class _Attached:
         spans = len(planned) > 1 and mode == "recompute" and self.checkpoint is not None
         if self.open is not None and (not spans or self.open.segment != planned):
             self.end_region()
-        measure = Measure(outside, count=index not in self.measured)
+        measure = Measure(outside, count=self.measured.get(index) != mode)
         make_run: Callable[..., Run] = Run
         if spans:
             segment = Segment(index, index + 1, mode="keep")
@@ -282,10 +284,12 @@ class _Attached:
             segment=segment, around=around, make_run=make_run,
         )  # fmt: skip
         measure.finish(blocks[index], output, args, kwargs)
-        if measure.gradients:
-            self.measured.add(index)
+        if measure.taken is None:
+            self.measured.pop(index, None)
+        else:
+            self.measured[index] = mode
         record = self.record.blocks[index]
-        record.note_call(planned, mode, run, measure)
+        record.note_call(planned, mode if self.planned else "", run, measure)
         if self.open is None:
             record.note_end(measure, record.reason)
         else:

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockhooks.plan import Segment
+from blockhooks.recompute import _OPEN
 from blockhooks.report.table import size
 from blockhooks.run import Run
 from blockhooks.structure import tensors_in
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachReport", "BlockRecord", "Measure", "StackRecord"]
 
-_DONE = {
-    "recompute": "recomputed",
-    "keep": "kept",
-    "selective": "selective",
-    "offload": "offloaded",
-}
+_TAKERS = {"blockhooks.rebuild": "selective", "blockhooks.offloading": "offloaded"}
+"""What is done to saved tensors, by the file of the hook that takes them."""
 _HEADER = ("blocks", "class", "asked", "done", "calls", "saved", "dropped")
 _NUMBERS = 4
 """Columns before those of numbers."""
@@ -42,16 +39,18 @@ class Measure:
 
     Attributes:
         gradients: Whether gradients were enabled.
-        taken: Whether a hook takes what autograd saves.
+        taken: What is done by a hook that takes what autograd saves; None if none does.
         saved: Bytes of what was saved, without parameters, inputs and results; None if not counted.
         dropped: Those of them that nobody held any more after the call; None if not counted.
     """
 
     def __init__(self, outside: tuple[Any, Any] | None, *, count: bool) -> None:
-        self.done = self.gradients = self.taken = False
+        self.done = self.gradients = False
+        self.taken: str | None = None
         self.saved: int | None = None
         self.dropped: int | None = None
         self._outside, self._count = outside, count
+        self._open = _OPEN.get()
         self._seen: dict[StorageWeakRef, int] = {}
         self._hooks: saved_tensors_hooks | None = None
 
@@ -59,10 +58,16 @@ class Measure:
         self.done = True
         self.gradients = torch.is_grad_enabled()
         pair = active_hooks() if self.gradients else None
-        self.taken = pair is not None and pair != self._outside
-        if pair is None or not self.taken or not self._count:
+        if pair is None or pair == self._outside:
             return
         pack, unpack = pair
+        if _OPEN.get() is not self._open:
+            self.taken = "recomputed"
+        else:
+            owner = getattr(pack, "__self__", pack)
+            self.taken = _TAKERS.get(getattr(owner, "__module__", ""), "saved elsewhere")
+        if not self._count:
+            return
 
         def counted(tensor: torch.Tensor) -> Any:
             if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
@@ -83,7 +88,7 @@ class Measure:
 
         Those of the block's parameters and buffers, and of the call's inputs and results, do not count.
         """
-        if not self.taken or not self._count:
+        if self.taken is None or not self._count:
             return
         others = (*others, *block.parameters(), *block.buffers())
         aside = {
@@ -133,26 +138,26 @@ class BlockRecord:
         self.asked = self.done = ""
         self.reason, self.segment, self.calls = None, None, 0
 
-    def note_call(self, segment: Segment, mode: str, run: Run, measure: Measure) -> None:
+    def note_call(self, segment: Segment, asked: str, run: Run, measure: Measure) -> None:
         """Note one call: what was planned, and what the run and the measure tell."""
         self.calls += 1
-        self.segment, self.asked = segment, mode
+        self.segment, self.asked = segment, asked
         self.reason = next(iter(run.kept.values()), None)
         if not measure.done:
             self.done = "skipped"
         elif not measure.gradients:
             self.done = "no gradients"
-        elif self.reason is not None or not measure.taken:
+        elif self.reason is not None or measure.taken is None:
             self.done = "kept"
         else:
-            self.done = _DONE[mode]
+            self.done = measure.taken
 
     def note_end(self, measure: Measure, reason: str | None) -> None:
         """Note what was dropped when the region of the block had ended, or why nothing was."""
         measure.settle()
         if reason is not None:
             self.reason, self.done = reason, "kept"
-        if measure.saved is not None:
+        if measure.saved is not None or measure.taken is None:
             self.saved, self.dropped = measure.saved, measure.dropped
 
     def to_dict(self) -> dict[str, Any]:
