@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -38,7 +39,13 @@ class Strip:
         self._text = import_extra("rich.text", "cli", purpose).Text
         live = import_extra("rich.live", "cli", purpose).Live
         console = console or import_extra("rich.console", "cli", purpose).Console(stderr=True)
-        self._live: Any = live(console=console, auto_refresh=False)
+        self._live: Any = live(
+            console=console,
+            auto_refresh=False,
+            # What is printed meanwhile goes above the strip on a terminal, and where it went anywhere else.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._next_ns = 0
 
     def due(self) -> bool:
