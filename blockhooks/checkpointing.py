@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
 
 from blockhooks.chain import HookChain
 from blockhooks.errors import HookError, RecomputeError
+from blockhooks.lowering import may_recompute
 from blockhooks.plan import Segment
 from blockhooks.recompute import Check, can_recompute, checkpointed
 from blockhooks.run import Region, Run
@@ -80,7 +82,8 @@ def checkpoint(
 
     Note:
         Under ``torch.compile`` the call is traced as torch's own checkpoint with the same options, which the compiler
-        knows. Under torch.func's transforms and forward-mode derivatives the function is called plainly.
+        knows; where the back end would let the recompute draw other random numbers, it runs eagerly between two graphs.
+        Under torch.func's transforms and forward-mode derivatives the function is called plainly.
     """
     if use_reentrant:
         raise HookError(
@@ -119,8 +122,18 @@ def _decorated(options: _Options, function: Callable[..., Any]) -> Callable[...,
 def _call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
 ) -> Any:
-    if torch.compiler.is_compiling():
-        return _traced(function, args, kwargs, options)
+    if not torch.compiler.is_compiling():
+        return _run(function, args, kwargs, options)
+    owner = getattr(function, "__self__", function)
+    recompute = may_recompute([owner] if isinstance(owner, nn.Module) else [])
+    if recompute is None:
+        return _uncompiled(function, args, kwargs, options)
+    return _traced(function, args, kwargs, options) if recompute else function(*args, **kwargs)
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+) -> Any:
     debug, context_fn = _debug(options), options.context_fn
     if context_fn is torch_checkpoint.noop_context_fn:
         context_fn = None
@@ -156,6 +169,9 @@ def _call(
         describe=lambda: _describe(function, show),
         forward_context=forward_context,
     )
+
+
+_uncompiled = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
 
 
 def _traced(

@@ -1227,6 +1227,35 @@ def test_a_compiled_model_is_one_graph_with_torchs_checkpoint_in_it(backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_draws_the_same_random_numbers_again(backend):
+    torch._dynamo.reset()
+    x = leaf(64)
+    run = torch.compile(
+        lambda x: checkpoint(lambda x: nn.functional.dropout(x, 0.5).sin(), x), backend=backend
+    )
+    y = run(x)
+    torch.rand(3)  # the generator has moved on when the backward comes
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0)
+
+
+@pytest.mark.slow
+def test_export_without_dynamo():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(self.layer, x)
+
+    model, x = Model(), leaf(2, 4, grad=False)
+    exported = torch.export.export(model, (x,), strict=False)
+    assert torch.equal(exported.module()(x), model(x))
+
+
+@pytest.mark.slow
 def test_a_compiled_function_inside():
     torch._dynamo.reset()
     layer = nn.Linear(4, 4)
