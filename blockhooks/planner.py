@@ -47,6 +47,7 @@ class _Chain:
         apart: Whether its blocks are called one by one by somebody's own loop, so that a segment is one block.
         costs: What was measured, by block.
         plan: The plan, once all is measured.
+        input: Bytes of the first block's x.
         base: Bytes that were allocated beside the blocks' activations when the plan was made.
     """
 
@@ -56,6 +57,7 @@ class _Chain:
     apart: bool
     costs: dict[int, BlockCosts] = field(default_factory=dict)
     plan: Plan | None = None
+    input: int = 0
     base: int = 0
 
     @property
@@ -148,13 +150,12 @@ class Planner:
         Raises:
             BudgetError: If no plan keeps the budget.
         """
-        blocks = [block for chain in chains for block in chain.profile().blocks]
-        solver = Solver(ChainProfile(blocks=tuple(blocks)), apart=chains[0].apart)
-        budget = self.memory_budget
-        if not isinstance(budget, float):
-            budget = max(budget_in_bytes(budget, 0) - base, 1)
+        solver = Solver(ChainProfile(blocks=_joined(chains)), apart=chains[0].apart)
+        # A loop that is not ours holds its first x, and may hold its last, beside what the blocks keep.
+        beside = chains[0].input + solver.profile.blocks[-1].output if chains[0].apart else 0
+        budget = budget_in_bytes(self.memory_budget, solver.plain.peak + beside)
         try:
-            segments = solver.solve(budget).segments
+            solved = solver.solve(max(budget - beside - base, 1))
         except BudgetError as error:
             if base:
                 error.add_note(
@@ -163,8 +164,8 @@ class Planner:
             raise
         start = 0
         for chain in chains:
-            own = _cut(segments, start, start + chain.count)
-            chain.plan, chain.base = Solver(chain.profile()).plan(own), base
+            own = _cut(solved.segments, start, start + chain.count)
+            chain.plan, chain.base = Solver(chain.profile()).plan(own, solved.budget), base
             start += chain.count
 
     def _base(self, x: Hidden) -> int:
@@ -198,6 +199,8 @@ class Planner:
         if chain is None or chain.plan is not None or index in chain.costs:
             return
         self._remember(chain)
+        if index == 0:
+            chain.input = sum(t.nbytes for t in tensors_in(x))
         if segment in run.kept:
             chain.costs[index] = _kept_only(run.name(index))
         else:
@@ -244,6 +247,17 @@ class Planner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Planner, (self.memory_budget, self.modes)
+
+
+def _joined(chains: Sequence[_Chain]) -> tuple[BlockCosts, ...]:
+    """Return the blocks of stacks that follow each other; what a stack begins with is held with the end of the last."""
+    blocks: list[BlockCosts] = []
+    for chain in chains:
+        if blocks:
+            last = blocks[-1]
+            blocks[-1] = replace(last, output=last.output + chain.input)
+        blocks += chain.profile().blocks
+    return tuple(blocks)
 
 
 def _cut(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +47,10 @@ class Rebuilder:
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.trusted: dict[Any, bool] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has everything to learn."""
+        return Rebuilder, (self.min_bytes,)
 
     @contextlib.contextmanager
     def forward(self, where: str) -> Iterator[None]:
@@ -221,6 +226,15 @@ def _frozen(constants: dict[str, Any]) -> Any:
     return tuple(tuple(v) if isinstance(v, list) else v for v in constants.values())
 
 
+@cache
+def _tensors(node: type, names: tuple[str, ...]) -> list[tuple[Any, bool]]:
+    """For each tensor of a recipe, the descriptor of what nodes save of it, or None, and whether it may be missing."""
+    return [
+        (getattr(node, "_raw_saved_" + name.rstrip("?"), None), name.endswith("?"))
+        for name in names
+    ]
+
+
 def _input(node: Node, place: int) -> _Result | None:
     """Return the node of an operation's input and which of its results it is; None if it has no derivative."""
     edges = node.next_functions
@@ -340,10 +354,10 @@ class _Forward:
         if output_nr and "output_nr" not in recipe.constants:
             return None
         sources: list[_Value | None] = []
-        for place, name in enumerate(recipe.tensors):
-            source = self.source(node, place, name.rstrip("?"), depth)
+        for place, (saved, optional) in enumerate(_tensors(type(node), recipe.tensors)):
+            source = self.source(node, place, saved, depth)
             if source is None:
-                if not (name.endswith("?") and _input(node, place) is None):
+                if not optional or _input(node, place) is not None:
                     return None
             elif source.depth >= DEPTH:
                 return None
@@ -353,10 +367,9 @@ class _Forward:
         key = (recipe.function, made_of, _frozen(constants))
         return _Rebuilt(recipe, sources, constants, key)
 
-    def source(self, node: Node, place: int, name: str, depth: int) -> _Value | None:
+    def source(self, node: Node, place: int, saved: Any, depth: int) -> _Value | None:
         """Return a tensor that an operation was given, or a result that its node saved."""
-        saved = getattr(node, "_raw_saved_" + name, None)
-        data = None if saved is None else saved.data
+        data = None if saved is None else saved.__get__(node).data
         if isinstance(data, _Value):
             return data if data.depth or data.peek() is not None else None
         if isinstance(data, Tensor) and data.dim() == 0 and not data.requires_grad:
