@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from blockhooks.recipes import RECIPES
 from tests.docs.pages import PAGES, Fence, fences, name
 
 WITH_EXAMPLES = [page for page in PAGES if any(f.language == "python" for f in fences(page))]
+
+
+@pytest.fixture(autouse=True)
+def _recipes_put_back():
+    """A page shows how to extend the table of recipes, which is the same for all tests."""
+    before = dict(RECIPES)
+    yield
+    RECIPES.clear()
+    RECIPES.update(before)
 
 
 def run(example: Fence, page: Path, names: dict[str, object], may_raise: bool) -> str:
