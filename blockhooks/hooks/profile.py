@@ -98,6 +98,12 @@ class Profile:
         ranges: bool = False,
         live: bool = False,
     ) -> None:
+        self._options: dict[str, Any] = {
+            "schedule": schedule,
+            "flops": flops,
+            "ranges": ranges,
+            "live": live,
+        }
         self._schedule = _schedule(schedule)
         self._flops = flops
         if flops:
@@ -361,6 +367,13 @@ class Profile:
         }
         curve, today = (None if each is None else each.to_dict() for each in (pareto, plan))
         write_page(path, runs, curve, today)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Profile:
+        """A copy, as of a model with this profile, has seen no step."""
+        return Profile(**self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Profile, **self._options), ()
 
     def __rich__(self) -> Table:
         return tables.rich_table(self.to_dict())

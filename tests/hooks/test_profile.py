@@ -1,10 +1,12 @@
 """`Profile` measures, and changes nothing."""
 
 import contextlib
+import copy
 import gc
 import io
 import itertools
 import json
+import pickle
 import time
 import weakref
 
@@ -892,6 +894,15 @@ def test_the_live_strip_is_drawn_at_most_four_times_a_second():
     assert 2 <= len(shown) <= 4
     assert all(later - sooner > 0.2 for sooner, later in itertools.pairwise(shown))
     assert "step" in console.file.getvalue()
+
+
+def test_a_copy_is_a_profile_of_its_own():
+    profile = profiled(profile=Profile(schedule=2, flops=True), steps=3)
+    for twin in (copy.deepcopy(profile), pickle.loads(pickle.dumps(profile))):
+        assert repr(twin) == "Profile(steps=0)"
+        assert calls(profiled(profile=twin, steps=3)) == [(2, 0, 2)] * 3
+        assert column(twin, "flops")[0] is not None
+    assert repr(profile) == "Profile(steps=2)"
 
 
 def test_a_profile_can_stand_among_other_plugins():
