@@ -119,7 +119,7 @@ class _Place:
     `holder` is the dict that it is in, or None where it is found inside of an attribute's value.
     """
 
-    __slots__ = ("before", "holder", "known", "learned", "name", "sums", "tensor", "version")
+    __slots__ = ("before", "holder", "learned", "name", "sums", "tensor", "version")
 
     def __init__(
         self,
@@ -130,17 +130,19 @@ class _Place:
         compare: bool,
     ) -> None:
         self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
-        self.known = name in learned.changing
-        compare = compare and not _wraps(tensor)
-        # Parameters are large, and hardly ever changed: a copy of each would be most of what a region holds.
-        by_sums = compare and not self.known and isinstance(tensor, nn.Parameter)
-        self.before = _clone(tensor) if (self.known or compare) and not by_sums else None
-        self.sums = _sums(tensor) if by_sums else None
-        self.version = tensor._version if not tensor.is_inference() else 0
+        self.version = tensor._version if not tensor.is_inference() else None
+        self.before: Tensor | None = None
+        self.sums: list[int] | None = None
+        known = name in learned.changing
+        if known or (compare and not _wraps(tensor)):
+            if known or not isinstance(tensor, nn.Parameter):
+                self.before = _clone(tensor)
+            else:  # large, and hardly ever changed: a copy of each would be most of what a region holds
+                self.sums = _sums(tensor)
 
     def changed(self) -> bool:
         """Whether the forward has changed the tensor in place."""
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             return True
         # Through .data and NumPy no version is counted.
         if self.sums is not None:
@@ -262,9 +264,12 @@ class _State:
             learned.changing.update(("running_mean", "running_var"))
         compare = not lazy and learned.due(module.training)
         for name in _REGISTRIES:
+            registry = attributes[name]
+            if not registry:
+                self.empty.append(registry)
             # Sharded parameters (FSDP) are swapped for whole ones, at times that the recompute has no say in.
-            if name != "_parameters" or not any(map(_wraps, module._parameters.values())):
-                self._registry(attributes[name])
+            elif name != "_parameters" or not any(map(_wraps, registry.values())):
+                self.contents.append((registry, registry.copy()))
         for name, parameter in module._parameters.items():
             if parameter is not None and not (lazy and is_lazy(parameter)):
                 self.flags.append((parameter, parameter.requires_grad))
@@ -373,9 +378,8 @@ class _State:
         flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         side = None if self.side is None else self.side.rebuild(self.side.tensors)
         # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
-        own = contents_of(
-            [[holder[name] for holder, name in self.attributes if name in holder], side]
-        )
+        held = [holder[name] for holder, name in self.attributes if name in holder]
+        own = contents_of([held, side]) if held or side is not None else None
         # A backward inside of the region has its effect once.
         grads = [(tensor, tensor.grad) for tensor, _ in self.flags] if self.accumulates else []
         try:
@@ -385,7 +389,8 @@ class _State:
             with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
                 yield
         finally:
-            own.put_back()
+            if own is not None:
+                own.put_back()
             for registry in self.empty:
                 registry.clear()
             for holder, contents in now:
@@ -427,7 +432,9 @@ def _grad(tensor: Tensor) -> tuple[Tensor | None, int]:
 
 def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
     """Give a dict these contents, if it has others."""
-    if list(holder) == list(contents) and all(map(operator.is_, holder.values(), contents.values())):
+    if list(holder) == list(contents) and all(
+        map(operator.is_, holder.values(), contents.values())
+    ):
         return
     holder.clear()
     holder.update(contents)
