@@ -6,7 +6,7 @@ hard file) and `memory`; `hookspecs` and `run`; the built-in `hooks`; `chain`; `
 
 from __future__ import annotations
 
-from blockhooks import plan
+from blockhooks import budget, plan
 from blockhooks.apply import apply_blocks
 from blockhooks.chain import HookChain
 from blockhooks.checkpointing import checkpoint
@@ -60,6 +60,7 @@ __all__ = [
     "VersionGuard",
     "apply_blocks",
     "attach",
+    "budget",
     "checkpoint",
     "current_block",
     "hookimpl",
