@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockhooks.plan import Segment
-from blockhooks.recompute import _OPEN
+from blockhooks.recompute import _OPEN, _PackHook
 from blockhooks.report.table import size
 from blockhooks.run import Run
 from blockhooks.structure import tensors_in
@@ -52,7 +51,7 @@ class Measure:
         self._outside, self._count = outside, count
         self._open = _OPEN.get()
         self._seen: dict[StorageWeakRef, int] = {}
-        self._hooks: saved_tensors_hooks | None = None
+        self._counting: _Counting | None = None
 
     def __enter__(self) -> None:
         self.done = True
@@ -69,19 +68,13 @@ class Measure:
         if not self._count:
             return
 
-        def counted(tensor: torch.Tensor) -> Any:
-            if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                self._seen.setdefault(_weakly(storage), storage.nbytes())
-            return pack(tensor)
-
-        self._hooks = saved_tensors_hooks(counted, unpack)
-        self._hooks.__enter__()
+        self._counting = _Counting(pack, self._seen)
+        self._counting.push(unpack)
 
     def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(*error)
-            self._hooks = None
+        if self._counting is not None:
+            self._counting.pop()
+            self._counting = None
 
     def finish(self, block: nn.Module, *others: Any) -> None:
         """Count the bytes after the call.
@@ -104,6 +97,21 @@ class Measure:
         if self.saved is not None:
             self.dropped = self.saved - sum(n for ref, n in self._seen.items() if not _gone(ref))
         self._seen.clear()
+
+
+class _Counting(_PackHook):
+    """Counts what is saved, and hands it on; it is one of ours, which torch.func's transforms can be taken past."""
+
+    __slots__ = ("_pack", "_seen")
+
+    def __init__(self, pack: Callable[[Tensor], Any], seen: dict[StorageWeakRef, int]) -> None:
+        self._pack, self._seen = pack, seen
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self._seen.setdefault(_weakly(storage), storage.nbytes())
+        return self._pack(tensor)
 
 
 def active_hooks() -> tuple[Any, Any] | None:

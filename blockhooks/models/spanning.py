@@ -73,7 +73,7 @@ class SpanningRegion:
         if self._frame is None or index != self.next or self._last is None:
             return False
         tensor, version = self._last
-        untouched = tensor() is x and x._version == version
+        untouched = tensor() is x and _version(x) == version
         return untouched and outside == self._outside and _ambient() == self._frame.ambient
 
     def run(self, index: int, region: Region, x: Tensor) -> Hidden:
@@ -82,7 +82,7 @@ class SpanningRegion:
         if self._frame is None:
             self._frame = self._begin(x, region)
         frame = self._frame
-        version = x._version
+        version = _version(x)
         token = _OPEN.set(frame)
         try:
             frame.push(_unpack)
@@ -99,11 +99,11 @@ class SpanningRegion:
             _OPEN.reset(token)
         for factory in contexts:
             self.reason = _forward_done(factory, failed=False) or self.reason
-        if x._version != version:
+        if _version(x) != version:
             self.reason = "it changes an input in place"
         self._pieces.append(_Piece(region, contexts))
         self.next = index + 1
-        self._last = (weakref.ref(result), result._version) if isinstance(result, Tensor) else None
+        self._last = (weakref.ref(result), _version(result)) if isinstance(result, Tensor) else None
         return result
 
     def end(self) -> None:
@@ -128,6 +128,10 @@ class SpanningRegion:
 
         checkpoint = self._checkpoint
         return _Frame(again, (x,), _just_one, (), checkpoint.early_stop, checkpoint.check, describe)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Piece:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from blockhooks import Checkpoint, attach, current_block, hookimpl
+from blockhooks import Checkpoint, attach, current_block, hookimpl, plan
 from blockhooks.plan import Segment
 from tests.models.toys import MODELS, Block, CacheLoop, Loop, TupleLoop, same, sequence, step
 
@@ -176,11 +176,11 @@ def test_without_gradients_nothing_is_recomputed_and_the_result_is_the_same():
 def test_a_plan_of_the_stack_decides_about_each_block():
     model = Loop(4)
 
-    def plan(n):
+    def halved(n):
         assert n == 4
         return (Segment(0, 1, mode="keep"), Segment(1, 4))
 
-    with attach(model, [Checkpoint(plan)]) as handle:
+    with attach(model, [Checkpoint(halved)]) as handle:
         step(model, sequence())
         blocks = handle.report().stacks[0]["blocks"]
     assert [block["done"] for block in blocks] == ["kept", "recomputed", "recomputed", "recomputed"]
@@ -207,3 +207,27 @@ def test_a_part_of_the_model_can_be_called_by_itself():
         for layer in model.layers:
             layer(sequence()).sum().backward()
         assert {block["calls"] for block in handle.report().stacks[0]["blocks"]} == {1}
+
+
+@pytest.mark.parametrize("plan_function", [plan.every(1), plan.every(3)])
+def test_a_block_may_use_the_transforms_of_torch_func(plan_function):
+    class Sensitive(Block):
+        def forward(self, x):
+            slope = torch.func.vmap(torch.func.grad(lambda row: self.mix(row).square().sum()))(
+                x.flatten(0, 1)
+            )
+            return super().forward(x) + slope.view(x.shape)
+
+    plain = Loop(3, Sensitive)
+    hooked = copy.deepcopy(plain)
+    with attach(hooked, [Checkpoint(plan_function)]):
+        assert same(step(plain, sequence()), step(hooked, sequence()))
+
+
+@pytest.mark.parametrize("plan_function", [plan.every(1), plan.every(3)])
+def test_inference_mode(plan_function):
+    model = Loop(3).eval()
+    with torch.inference_mode():
+        plain = model(sequence())
+        with attach(model, [Checkpoint(plan_function)]):
+            assert torch.equal(plain, model(sequence()))
