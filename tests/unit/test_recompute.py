@@ -837,7 +837,7 @@ def test_gradcheck():
     assert torch.autograd.gradgradcheck(lambda t: checkpointed(blocks, t), x)
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.*jit.script.*")  # of torch itself
 @agrees
 def test_torch_func(run):
     blocks, weight, x = layers(2), leaf(4, 4, number=3, grad=False), leaf(3, 4, grad=False)
@@ -898,7 +898,7 @@ def test_transforms_inside_of_a_block(run):
     return blocks, x
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.*jit.script.*")  # of torch itself
 @agrees
 def test_forward_mode(run):
     blocks, x, tangent = layers(3), leaf(3, 4), leaf(3, 4, number=2, grad=False)

@@ -1204,7 +1204,7 @@ def with_dual_numbers(x):
     return tangent.exp()
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.*jit.script.*")  # of torch itself
 @pytest.mark.parametrize(
     "block", [with_vjp, with_jvp, with_hessian, with_dual_numbers], ids=lambda f: f.__name__
 )
