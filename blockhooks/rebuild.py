@@ -128,12 +128,12 @@ class _Rebuilt(_Value):
         self,
         recipe: Recipe,
         sources: list[_Value | None],
+        depth: int,
         constants: dict[str, Any],
         key: Any,
     ) -> None:
         super().__init__()
-        self.depth = 1 + max(source.depth for source in sources if source is not None)
-        self.key = key
+        self.depth, self.key = depth, key
         self._recipe, self._sources, self._constants = recipe, sources, constants
 
     def peek(self) -> Tensor | None:
@@ -269,40 +269,38 @@ class _Forward:
         self.storages.clear()
 
     def pack(self, tensor: Tensor) -> _Value:
-        value = self.rebuilt(tensor) or self.kept(tensor)
+        node = tensor.grad_fn
+        value: _Value | None = None
+        if node is not None and type(node).__name__ in RECIPES:
+            value = self.rebuilt(tensor, node)
+        if value is None:
+            value = self.kept(tensor, node)
         value.saved += 1
         return value
 
-    def kept(self, tensor: Tensor) -> _Value:
-        result = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+    def kept(self, tensor: Tensor, node: Node | None) -> _Value:
         value: _Value
-        if self.outer is None:
-            value = _Kept(tensor, self.where)
-            if (
-                result is not None
-                and tensor.layout is torch.strided
-                and tensor.nbytes >= self.min_bytes
-            ):
-                self.storages[tensor.untyped_storage()._cdata] = weakref.ref(value)
-        else:
+        if self.outer is not None:
             value = _Handed(tensor, self.outer)
             self.handed.append(weakref.ref(value))
-        if result is not None:
-            self.values[result] = weakref.ref(value)
+        else:
+            value = _Kept(tensor, self.where)
+        if node is not None:
+            reference: weakref.ref[_Value] = weakref.ref(value)
+            self.values[node, tensor.output_nr] = reference
+            if tensor.layout is torch.strided and tensor.nbytes >= self.min_bytes:
+                self.storages[tensor.untyped_storage()._cdata] = reference
         return value
 
-    def rebuilt(self, tensor: Tensor) -> _Value | None:
+    def rebuilt(self, tensor: Tensor, node: Node) -> _Value | None:
         """Return what rebuilds a tensor, if that is possible, worth it, and right."""
-        node = tensor.grad_fn
         if (
-            node is None
-            or type(node).__name__ not in RECIPES
-            or type(tensor) is not Tensor
+            type(tensor) is not Tensor
             or tensor.layout is not torch.strided
-            or tensor.device.type == "meta"
+            or tensor.nbytes < self.min_bytes
+            or tensor.is_meta
             or tensor.is_conj()
             or tensor.is_neg()
-            or tensor.nbytes < self.min_bytes
         ):
             return None
         if self.outer is None:
@@ -320,9 +318,10 @@ class _Forward:
             # Perhaps changed since its node was made; inside a region that could not be decided alike again.
             return self.outer is None and _same(value.peek(), tensor)
         key = (value.key, _layout(tensor))
-        if key not in self.trusted:
-            self.trusted[key] = _same(value.peek(), tensor)
-        return self.trusted[key]
+        trusted = self.trusted.get(key)
+        if trusted is None:
+            trusted = self.trusted[key] = _same(value.peek(), tensor)
+        return trusted
 
     def result(
         self, node: Node, output_nr: int, depth: int, tensor: Tensor | None = None
@@ -354,18 +353,23 @@ class _Forward:
         if output_nr and "output_nr" not in recipe.constants:
             return None
         sources: list[_Value | None] = []
+        made_of: list[Any] = []
+        upon = 0
         for place, (saved, optional) in enumerate(_tensors(type(node), recipe.tensors)):
             source = self.source(node, place, saved, depth)
             if source is None:
                 if not optional or _input(node, place) is not None:
                     return None
-            elif source.depth >= DEPTH:
-                return None
+                made_of.append(None)
+            else:
+                made_of.append(source.key)
+                upon = max(upon, source.depth)
             sources.append(source)
+        if upon == DEPTH:
+            return None
         constants = {name: _constant(node, name, output_nr, tensor) for name in recipe.constants}
-        made_of = tuple([None if source is None else source.key for source in sources])
-        key = (recipe.function, made_of, _frozen(constants))
-        return _Rebuilt(recipe, sources, constants, key)
+        key = (type(node), tuple(made_of), _frozen(constants))
+        return _Rebuilt(recipe, sources, upon + 1, constants, key)
 
     def source(self, node: Node, place: int, saved: Any, depth: int) -> _Value | None:
         """Return a tensor that an operation was given, or a result that its node saved."""

@@ -95,7 +95,7 @@ class Kept(Value):
     __slots__ = ("_maker", "_version", "_where", "tensor")
 
     def __init__(self, tensor: Tensor, where: str) -> None:
-        super().__init__()
+        self.saved = 0  # the rest of a Value's is for those that are expensive to get
         self._where, self._version = where, tensor._version
         node = tensor.grad_fn
         if node is None:
