@@ -35,9 +35,14 @@ __all__ = ["SpanningRegion", "SpanningRun", "spanning_checkpoint"]
 
 
 def spanning_checkpoint(plugins: Sequence[Any]) -> Checkpoint | None:
-    """The plugin that checkpoints, if it alone decides how a segment is executed; wrappers may be around it."""
+    """The plugin that checkpoints, if it alone decides how a segment is executed; wrappers may be around it.
+
+    None also where it saves single operations by a policy, which torch counts for each region from the beginning.
+    """
     deciding = [plugin for plugin in plugins if _decides(plugin)]
-    return deciding[0] if len(deciding) == 1 and type(deciding[0]) is Checkpoint else None
+    if len(deciding) != 1 or type(deciding[0]) is not Checkpoint or deciding[0].save is not None:
+        return None
+    return deciding[0]
 
 
 def _decides(plugin: object) -> bool:

@@ -199,6 +199,16 @@ def test_a_hook_that_decides_otherwise_makes_it_block_by_block():
     assert "executed block by block" in warning
 
 
+def test_a_policy_for_single_operations_makes_it_block_by_block():
+    plain = Loop(4)
+    hooked = copy.deepcopy(plain)
+    save = [torch.ops.aten.addmm.default]
+    with attach(hooked, [Checkpoint(plan.every(2), save=save)]) as handle:
+        assert same(step(plain, sequence()), step(hooked, sequence()))
+        (warning,) = handle.report().warnings
+    assert "executed block by block" in warning
+
+
 def test_nothing_waits_for_the_garbage_collector():
     model = Loop(4)
     gone = []
