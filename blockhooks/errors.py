@@ -3,7 +3,8 @@
     BlockhooksError(Exception)
     ├── PlanError(ValueError)        a plan does not cover the run, or its numbers do not fit
     ├── HookError(TypeError)         a plugin, or what a hook returned, is not what the hook chain needs
-    ├── RecomputeError(RuntimeError) a region could not be executed again as it was executed in the forward
+    ├── RecomputeError(RuntimeError) a region could not be executed again as it was executed in the forward; also a
+    │                                torch.utils.checkpoint.CheckpointError
     ├── AttachError(ValueError)      no blocks, or no suitable ones, were found in a model
     ├── OffloadError(OSError)        a saved tensor could not be moved to the disk, or brought back from it
     ├── BudgetError(ValueError)      a memory budget cannot be kept
