@@ -140,6 +140,7 @@ def profile(
     seq: Seq = 128,
     config: Config = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page for a browser here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure each block of a model: forward, recompute and backward, and the bytes kept.
@@ -149,14 +150,14 @@ def profile(
     checkpoint = [] if plan is None else [Checkpoint(parse_plan(plan))]
     loaded = load(target, batch, seq, config)
     measured = Profile()
-    for hooks, count in ((checkpoint, 1), ([*checkpoint, measured], steps)):
-        if not hooks:
-            continue
-        with attach(loaded.model, hooks):
-            for _ in track(range(count), "measuring", console=progress, transient=True):
-                loaded.model.zero_grad(set_to_none=False)
-                with users_code(f"a step of {target}"):
-                    torch.autograd.backward(loaded.loss())
+    take_step(loaded)  # to warm up
+    with attach(loaded.model, [*checkpoint, measured]):
+        for _ in track(range(steps), "measuring", console=progress, transient=True):
+            take_step(loaded)
+        if page is not None:
+            with measured.measure():
+                take_step(loaded)
+            measured.report(page, name=target)
     if trace is not None:
         measured.chrome_trace(trace)
     if as_json:
@@ -263,6 +264,13 @@ def load(target: str, batch: int, seq: int, config: list[str] | None) -> Target:
     """Load a target, with a sign of life."""
     with progress.status(f"loading {target}"):
         return load_target(target, batch=batch, seq=seq, config=config or ())
+
+
+def take_step(target: Target) -> None:
+    """Do a forward and a backward; gradients stay allocated."""
+    target.model.zero_grad(set_to_none=False)
+    with users_code(f"a step of {target.name}"):
+        torch.autograd.backward(target.loss())
 
 
 @contextmanager

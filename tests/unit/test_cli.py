@@ -124,11 +124,13 @@ def test_profile_measures_each_block(call, target):
     assert call("profile", target, "--plan", "first(2)", "--json", "--steps", 1)[0] == 0
 
 
-def test_profile_shows_a_table_and_writes_a_trace(call, tmp_path):
-    code, out, _ = call("profile", "users_code.py:positional", "--trace", "trace.json")
+def test_profile_shows_a_table_and_writes_trace_and_page(call, tmp_path):
+    files = ["--trace", "trace.json", "--page", "page.html"]
+    code, out, _ = call("profile", "users_code.py:positional", *files)
     assert code == 0
     assert "blocks.2" in out
     assert json.loads((tmp_path / "trace.json").read_text())
+    assert "blocks.2" in (tmp_path / "page.html").read_text()
 
 
 def test_profile_of_an_architecture_of_transformers(call):
