@@ -167,6 +167,14 @@ def _wraps(tensor: Tensor | None) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def _without_graph(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory without its graph, which may lead through all of the forwards before.
+
+    A module that stores what it computed would otherwise keep each forward alive by the next.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
 def _clone(tensor: Tensor) -> Tensor:
     if _wraps(tensor):
         with torch.no_grad():
@@ -213,6 +221,7 @@ class _State:
         "empty",
         "flags",
         "grads",
+        "originals",
         "places",
         "run",
         "side",
@@ -243,6 +252,10 @@ class _State:
             self._object(owner, capturing)
         self.grads = [_grad(tensor) for tensor, _ in self.flags]
         self.structure: Captured | None = capturing.captured() if self.attributes else None
+        self.originals: list[int] = []
+        if self.structure is not None:
+            self.originals = list(map(id, self.structure.tensors))
+            self.structure.tensors = list(map(_without_graph, self.structure.tensors))
         if capturing.iterators:
             self.stays = "it holds an iterator, which can be read only once"
         self.side: Captured | None = None
@@ -305,6 +318,7 @@ class _State:
                 continue
             if isinstance(value, Tensor):
                 self._place(attributes, name, value, learned, compare)
+                contents[name] = _without_graph(value)
             elif not isinstance(value, (nn.Module, random.Random)):
                 self.attributes.append((attributes, name))
                 for tensor in capturing.add(value):
@@ -407,7 +421,10 @@ class _State:
         copies = None
         if self.structure is not None and (self.changed or fresh or not self._same_attributes()):
             copies = self.structure.rebuild(
-                [fresh.get(id(tensor), tensor) for tensor in self.structure.tensors]
+                [
+                    fresh.get(original, tensor)
+                    for original, tensor in zip(self.originals, self.structure.tensors, strict=True)
+                ]
             )
         for registry in self.empty:
             registry.clear()

@@ -1,8 +1,10 @@
 """`StateSnapshot`: the recompute sees what the forward saw, and leaves no trace."""
 
 import collections
+import gc
 import re
 import types
+import weakref
 
 import numpy
 import pytest
@@ -1249,3 +1251,26 @@ def test_without_it_batch_norm_counts_twice():
     norm = nn.BatchNorm1d(4)
     plain([norm], leaf(6, 4)).square().sum().backward()
     assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "forward alone"])
+def test_a_module_that_stores_what_it_computed_keeps_no_earlier_forward_alive(backward):
+    class Stores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last, self.kept = nn.Linear(4, 4), None, [None]
+
+        def forward(self, x):
+            self.last = torch.sigmoid(self.linear(x))
+            self.kept[0] = self.last.exp()
+            alive.append(weakref.ref(self.last))
+            return x + self.last
+
+    alive, blocks = [], [Stores(), Stores()]
+    for number in range(4):
+        loss = apply_blocks(blocks, leaf(3, 4, number=number), hooks=[Checkpoint()]).sum()
+        if backward:
+            loss.backward()
+        del loss
+        gc.collect()
+        assert sum(reference() is not None for reference in alive) == 2
