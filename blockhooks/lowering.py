@@ -66,7 +66,9 @@ _warn_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def may_recompute(blocks: Iterable[Any]) -> bool | None:
     """Whether compiled blocks may be recomputed; None if the run has to stay eager. To be asked while they are traced."""
-    if not torch.compiler.is_dynamo_compiling():  # torch.export without Dynamo executes what it is given
+    if (
+        not torch.compiler.is_dynamo_compiling()
+    ):  # torch.export without Dynamo executes what it is given
         return True
     backend, one_graph = _compiler()
     if backend.startswith(_FUNCTIONALISING):
