@@ -46,12 +46,18 @@ class StateSnapshot:
       comparing all of them at a module's first forward and at some later ones; the others are never copied.
     * Attributes of the blocks' modules (train/eval flags, counters, lists, dicts, plain objects), which parameters and
       buffers a module has (`torch.func.functional_call` puts others in place), and ``requires_grad`` flags.
+    * What these hold in turn: tensors in lists and objects, NumPy arrays, slots; and gradients that a backward inside of a
+      block accumulates.
     * Side inputs that can change (dicts, lists, caches): the recompute is given them as they were.
     * Forward hooks of the blocks' modules that only observe (return None, change no state, draw no random number) are
       not called in the recompute; all others are.
 
     After the recompute everything is put back as it was found, the user's own objects in their places. A list or counter
     in a plain function's closure is the user's own and is left alone.
+
+    A block that holds an iterator or initialises a lazy module keeps what autograd saved, since it cannot be executed
+    again. A change through ``.data`` or NumPy counts no version: it is seen where it happens in one of the forwards that
+    are compared, as it is by a module that makes it in its first.
 
     Side: crosses the boundary. See R2, R6 and R7.
     """
@@ -314,7 +320,7 @@ class _State:
         contents = dict(attributes)
         self.contents.append((attributes, contents))
         for name, value in contents.items():
-            if atomic(value) or name in MODULE_INTERNALS:
+            if name in MODULE_INTERNALS or atomic(value):
                 continue
             if isinstance(value, Tensor):
                 self._place(attributes, name, value, learned, compare)
