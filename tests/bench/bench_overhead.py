@@ -1,6 +1,8 @@
 """What the engine itself costs per block, beside the plain loop and `torch.utils.checkpoint`.
 
-Run as ``python -m tests.bench.bench_overhead``. Blocks are empty or tiny, so that nearly all of what is measured is
+    python tests/bench/bench_overhead.py
+
+Blocks are empty or tiny, so that nearly all of what is measured is
 overhead; `bench_step` measures whole steps of real blocks.
 """
 
@@ -11,11 +13,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from timing import interleaved, table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from blockhooks import Checkpoint, HookChain, apply_blocks, hookimpl
-from tests.bench.timing import interleaved, table
 
 SNAPSHOTS = ("VersionGuard", "StateSnapshot", "RNGSnapshot")
 

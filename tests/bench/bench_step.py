@@ -1,6 +1,8 @@
 """Whole steps of real blocks, as ratios to the plain loop.
 
-Run as ``python -m tests.bench.bench_step``. Each contender's step stands between two plain ones; what is told is the
+    python tests/bench/bench_step.py
+
+Each contender's step stands between two plain ones; what is told is the
 median of the ratios and half the distance between their quartiles. The first row, the plain loop beside itself, tells
 what the machine's noise makes of nothing.
 """
@@ -12,16 +14,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from bench_overhead import Observer, loop, torch_checkpoint
+from timing import paired, table
 
 from blockhooks import Checkpoint, HookChain, Profile, apply_blocks
-from tests.bench.bench_overhead import Observer, loop, torch_checkpoint
-from tests.bench.timing import paired, table
-from tests.costs.test_flops import Block
+from blockhooks.demo import Block
 
 
 def main(layers=12, width=128, tokens=128, rounds=15):
     torch.manual_seed(0)
-    blocks = [Block(width, 4, 0.1) for _ in range(layers)]
+    blocks = [Block(width) for _ in range(layers)]
     x = torch.randn(1, tokens, width, requires_grad=True)
 
     def step(forward):
