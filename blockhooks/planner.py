@@ -48,6 +48,7 @@ class _Chain:
         costs: What was measured, by block.
         plan: The plan, once all is measured.
         input: Bytes of the first block's x.
+        refused: Blocks that could not be executed again when they were to be measured.
         base: Bytes that were allocated beside the blocks' activations when the plan was made.
     """
 
@@ -58,6 +59,7 @@ class _Chain:
     costs: dict[int, BlockCosts] = field(default_factory=dict)
     plan: Plan | None = None
     input: int = 0
+    refused: set[int] = field(default_factory=set)
     base: int = 0
 
     @property
@@ -202,6 +204,9 @@ class Planner:
         if index == 0:
             chain.input = sum(t.nbytes for t in tensors_in(x))
         if segment in run.kept:
+            if index not in chain.refused:  # its state may only have changed for the first time
+                chain.refused.add(index)
+                return
             chain.costs[index] = _kept_only(run.name(index))
         else:
             chain.costs[index] = measure_block(

@@ -45,7 +45,7 @@ class Checkpoint:
             tensor), ``"values"`` (every bit, too; recomputes to the end), or ``"none"``.
 
     Raises:
-        PlanError: If `plan` is not a plan function, or a plan and a budget are given.
+        PlanError: If `plan` is not a plan function, or a budget is given together with `plan` or `save`.
         HookError: If `check` is none of the three.
         ValueError: If `save` lists something that is no operator overload.
         BudgetError: If `memory_budget` is no budget; or, in the first step, if no plan keeps it.
@@ -70,6 +70,11 @@ class Checkpoint:
         if plan is not None and memory_budget is not None:
             raise PlanError(
                 f"Checkpoint has both plan={plan!r} and memory_budget={memory_budget!r}; give it one of them."
+            )
+        if save is not None and memory_budget is not None:
+            raise PlanError(
+                f"Checkpoint has both save={save!r} and memory_budget={memory_budget!r}; a budget decides itself what is "
+                "kept, so give it one of them."
             )
         if plan is not None and not callable(plan):
             raise PlanError(

@@ -282,6 +282,8 @@ def test_a_block_that_returns_more_than_x_returns_its_own_in_the_measuring_step(
 def test_a_plan_and_a_budget_together_are_refused_as_is_what_is_no_budget():
     with pytest.raises(PlanError, match="give it one of them"):
         Checkpoint(lambda n: (), memory_budget=0.5)
+    with pytest.raises(PlanError, match="a budget decides itself what is kept"):
+        Checkpoint(save=[torch.ops.aten.mm.default], memory_budget=0.5)
     with pytest.raises(BudgetError, match="found '8 parsecs'"):
         Checkpoint(memory_budget="8 parsecs")
 
@@ -304,3 +306,42 @@ def test_the_report_tells_budget_and_plan():
     step(stack(), hidden(), [checkpoint])
     assert "6 blocks, [4, 96, 64] float32 on cpu:" in checkpoint.report()
     assert str(checkpoint.planner.plans[0]).splitlines()[0] in checkpoint.report()
+
+
+def test_a_block_whose_state_changes_for_the_first_time_is_measured_in_the_next_step():
+    class Clips(Block):
+        def forward(self, x):
+            self.up.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    def blocks():
+        torch.manual_seed(0)
+        return nn.ModuleList(Clips(64, 128) for _ in range(6))
+
+    ours, theirs, x = blocks(), blocks(), hidden()
+    checkpoint = Checkpoint(memory_budget=0.6)
+    chain = HookChain([checkpoint])
+    for number in range(4):
+        assert same(step(ours, x, chain)[1], step(theirs, x)[1])
+        assert len(checkpoint.planner.plans) == (number > 0)
+
+
+def test_a_block_that_works_in_place_on_its_input_is_kept_in_every_plan():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.linear(x.mul_(0.5))
+
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Block(64, 64), InPlace(), Block(64, 64)])
+    x = hidden()
+    expected = step(blocks, x)[1]
+    checkpoint = Checkpoint(memory_budget=0.9)
+    chain = HookChain([checkpoint])
+    for _ in range(4):
+        assert same(step(blocks, x, chain)[1], expected)
+    (plan,) = checkpoint.planner.plans
+    assert all(s.mode != "recompute" for s in plan.segments if 1 in s.indices)
