@@ -66,8 +66,9 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
     Note:
         On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it; what operations
         allocate inside themselves (convolutions a few per cent of their step), or compiled code, is not seen. Under any
-        dispatch mode some derivatives of torch work out of place instead of in place. On an accelerator the peak statistics that
-        ``torch.accelerator.max_memory_allocated`` reads are reset at the beginning; nothing else is changed.
+        dispatch mode some derivatives of torch work out of place instead of in place. On an accelerator the peak
+        statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at the beginning; nothing else is
+        changed.
     """
     accelerator = torch.accelerator.current_accelerator()
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
