@@ -88,67 +88,54 @@ class _PackHook:
     those of the user; ours would be taken for the user's.
     """
 
-    __slots__ = ("_user_hooks",)
+    __slots__ = ("_below",)
     _checkpoint_internal = True
-    _user_hooks: Any
+    _below: Any
 
-    def push(self, unpack: Callable[[Any], Any]) -> None:
-        hooks: Any = _top_hooks(False)
+    @property
+    def _user_hooks(self) -> Any:
+        hooks = self._below
         while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
             hooks = hooks[0]._user_hooks
-        self._user_hooks = hooks
+        return hooks
+
+    def push(self, unpack: Callable[[Any], Any]) -> None:
+        self._below = _top_hooks(False)
         _push_hooks(self, unpack)
-        _transforms.enter()
 
     def pop(self) -> None:
-        _transforms.leave()
-        self._user_hooks = None  # no longer than that: autograd's graph holds us
+        self._below = None  # no longer than that: autograd's graph holds us
         _pop_hooks()
 
     def __call__(self, tensor: Tensor) -> Any:
         raise NotImplementedError
 
 
-class _Transforms:
-    """Lets a block use torch.func's transforms, which refuse to run under saved-tensor hooks (torch 2.14).
+_refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
-    While a region runs, the context in which torch refuses takes ours away first and gives them back at its end. What
+
+@contextlib.contextmanager
+def _refuse_hooks_but_ours(error_message: str) -> Iterator[None]:
+    """Let a block use torch.func's transforms, which refuse to run under saved-tensor hooks (torch 2.14).
+
+    Takes the place of the context in which torch refuses: ours are taken away first and given back at its end. What
     autograd saves in a transform is kept, then, and not expected from a recompute, where it is alike.
     """
-
-    def __init__(self) -> None:
-        self._refuse = torch.autograd.graph.disable_saved_tensors_hooks
-        self._regions = 0
-        self._lock = threading.Lock()  # regions run in several threads
-
-    def enter(self) -> None:
-        with self._lock:
-            self._regions += 1
-            torch.autograd.graph.disable_saved_tensors_hooks = self._without_ours
-
-    def leave(self) -> None:
-        with self._lock:
-            self._regions -= 1
-            if not self._regions:
-                torch.autograd.graph.disable_saved_tensors_hooks = self._refuse
-
-    @contextlib.contextmanager
-    def _without_ours(self, error_message: str) -> Iterator[None]:
-        taken: list[Any] = []
-        top: Any = _top_hooks(True)
-        while top is not None and isinstance(top[0], _PackHook):
-            _pop_hooks()
-            taken.append(top)
-            top = _top_hooks(True)
-        try:
-            with self._refuse(error_message):
-                yield
-        finally:
-            for pack, unpack in reversed(taken):
-                _push_hooks(pack, unpack)
+    taken: list[Any] = []
+    top: Any = _top_hooks(True)
+    while top is not None and isinstance(top[0], _PackHook):
+        _pop_hooks()
+        taken.append(top)
+        top = _top_hooks(True)
+    try:
+        with _refuse_hooks(error_message):
+            yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _push_hooks(pack, unpack)
 
 
-_transforms = _Transforms()
+torch.autograd.graph.disable_saved_tensors_hooks = _refuse_hooks_but_ours
 
 
 class _Frame(_PackHook):
@@ -525,13 +512,15 @@ def _modes() -> tuple[Any, ...]:
     global _devices
     if not _devices:
         _devices = _autocast_devices()
+    depth = torch._C._len_torch_function_stack()
     return (
         (
             torch.is_autocast_cache_enabled(),
-            [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices],
+            tuple(map(torch.is_autocast_enabled, _devices)),
+            tuple(map(torch.get_autocast_dtype, _devices)),
         ),
         torch.get_default_dtype(),
-        [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())],
+        tuple(map(torch._C._get_function_stack_at, range(depth))) if depth else (),
     )
 
 
@@ -559,14 +548,14 @@ def _flags() -> tuple[Any, ...]:
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
-    cache, devices = state
+    cache, switches, dtypes = state
     torch.set_autocast_cache_enabled(cache)
-    for device, enabled, dtype in devices:
+    for device, enabled, dtype in zip(_devices, switches, dtypes, strict=True):
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
-def _set_function_modes(modes: list[Any]) -> None:
+def _set_function_modes(modes: tuple[Any, ...]) -> None:
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
