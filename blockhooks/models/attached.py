@@ -253,36 +253,31 @@ class _Attached:
         self, index: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one block through the hooks."""
-        handle = self.handle
-        if not handle.in_forward and not in_backward() and index <= self.last:
-            handle.begin_step()  # parts of the model are called by themselves
+        if not self.handle.in_forward and not in_backward() and index <= self.last:
+            self.handle.begin_step()  # parts of the model are called by themselves
         self.last = index
-        blocks = self.blocks()
+        blocks, outside = self.blocks(), active_hooks()
         planned, segment = self.segment_of(index, blocks, args, kwargs)
-        mode, outside = segment.mode, active_hooks()
+        mode, make_run = segment.mode, Run
+        measure = Measure(outside, count=self.measured.get(index) != mode)
         spans = len(planned) > 1 and mode == "recompute" and self.checkpoint is not None
         if self.open is not None and (not spans or self.open.segment != planned):
             self.end_region()
-        measure = Measure(outside, count=self.measured.get(index) != mode)
-        make_run: Callable[..., Run] = Run
         if spans:
             segment = Segment(index, index + 1, mode="keep")
-            make_run = functools.partial(
-                SpanningRun, functools.partial(self.spanning, index, planned, outside)
-            )
-
-        def around(block: Callable[[], Any]) -> Any:
-            token = _inside.set(_inside.get() | {handle})
-            try:
-                with measure if not measure.done else contextlib.nullcontext():
-                    return block()
-            finally:
-                _inside.reset(token)
-
+            spanning = functools.partial(self.spanning, index, planned, outside)
+            make_run = functools.partial(SpanningRun, spanning)  # type: ignore[assignment]
         output, run = call_block(
-            plain, args, kwargs, hooks=handle.chain.hooks, blocks=blocks, names=self.names,
-            segment=segment, around=around, make_run=make_run,
-        )  # fmt: skip
+            plain,
+            args,
+            kwargs,
+            hooks=self.handle.chain.hooks,
+            blocks=blocks,
+            names=self.names,
+            segment=segment,
+            around=functools.partial(self.inside_block, measure),
+            make_run=make_run,
+        )
         measure.finish(blocks[index], output, args, kwargs)
         if measure.taken is None:
             self.measured.pop(index, None)
@@ -290,13 +285,32 @@ class _Attached:
             self.measured[index] = mode
         record = self.record.blocks[index]
         record.note_call(planned, mode if self.planned else "", run, measure)
-        if self.open is None:
-            record.note_end(measure, record.reason)
-        else:
-            self.open.at_end.append(functools.partial(record.note_end, measure))
-            if index == planned.stop - 1:
-                self.end_region()
+        self.end_call(index, planned, functools.partial(record.note_end, measure), record.reason)
         return output
+
+    def inside_block(self, measure: Measure, block: Callable[[], Any]) -> Any:
+        """Call a block, in the forward (measured) or in a recompute; the calls of blocks inside of it are plain."""
+        token = _inside.set(_inside.get() | {self.handle})
+        try:
+            with measure if not measure.done else contextlib.nullcontext():
+                return block()
+        finally:
+            _inside.reset(token)
+
+    def end_call(
+        self,
+        index: int,
+        planned: Segment,
+        note_end: Callable[[str | None], None],
+        reason: str | None,
+    ) -> None:
+        """Note what was dropped: now, or when the region of several blocks ends, as it may with this one."""
+        if self.open is None:
+            note_end(reason)
+            return
+        self.open.at_end.append(note_end)
+        if index == planned.stop - 1:
+            self.end_region()
 
     def spanning(self, index: int, planned: Segment, outside: Any, x: Tensor) -> SpanningRegion:
         """The region of several blocks that a call continues, or a new one."""
