@@ -392,9 +392,12 @@ class _State:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        # Registries that were empty and still are need no copy.
-        grown = [registry for registry in self.empty if registry]
-        now = [(holder, dict(holder)) for holder in (*(h for h, _ in self.contents), *grown)]
+        # What is as the forward found it needs no copy: in most regions, everything.
+        now = [
+            (holder, contents if _holds(holder, contents) else dict(holder))
+            for holder, contents in self.contents
+        ]
+        now += [(registry, dict(registry)) for registry in self.empty if registry]
         flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         side = None if self.side is None else self.side.rebuild(self.side.tensors)
         # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
@@ -403,7 +406,7 @@ class _State:
         # A backward inside of the region has its effect once.
         grads = [(tensor, tensor.grad) for tensor, _ in self.flags] if self.accumulates else []
         try:
-            self._set()
+            self._set(now)
             for tensor, _ in grads:
                 tensor.grad = None
             with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
@@ -419,7 +422,7 @@ class _State:
             for tensor, grad in grads:
                 tensor.grad = grad
 
-    def _set(self) -> None:
+    def _set(self, now: list[tuple[_Holder, dict[str, Any]]]) -> None:
         fresh: dict[int, Tensor] = {}  # one tensor may have several places
         for place in self.places:
             if id(place.tensor) not in fresh:
@@ -434,8 +437,9 @@ class _State:
             )
         for registry in self.empty:
             registry.clear()
-        for holder, contents in self.contents:
-            _fill(holder, contents)
+        for (holder, contents), (_, present) in zip(self.contents, now, strict=False):
+            if present is not contents:
+                _fill(holder, contents)
         if copies is not None:
             for (holder, name), copy in zip(self.attributes, copies, strict=True):
                 holder[name] = copy
@@ -453,14 +457,18 @@ def _grad(tensor: Tensor) -> tuple[Tensor | None, int]:
     return grad, 0 if grad is None else grad._version
 
 
+def _holds(holder: _Holder, contents: dict[str, Any]) -> bool:
+    """Whether a dict has these very contents, in this order."""
+    return list(holder) == list(contents) and all(
+        map(operator.is_, holder.values(), contents.values())
+    )
+
+
 def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
     """Give a dict these contents, if it has others."""
-    if list(holder) == list(contents) and all(
-        map(operator.is_, holder.values(), contents.values())
-    ):
-        return
-    holder.clear()
-    holder.update(contents)
+    if not _holds(holder, contents):
+        holder.clear()
+        holder.update(contents)
 
 
 def _set_flags(flags: list[tuple[Tensor, bool]]) -> None:

@@ -49,11 +49,12 @@ class _Versions:
             for owned in (module._parameters, module._buffers):
                 self.tensors += [tensor for tensor in owned.values() if tensor is not None]
         self.sides: dict[int, str] = {}  # what to call a side input's tensor, by id
-        args, kwargs = run.side()
-        for place, value in enumerate(args):
-            self._side(value, f"side input {place}")
-        for name, value in kwargs.items():
-            self._side(value, f"the side input {name!r}")
+        if run.args or run.kwargs:
+            args, kwargs = run.side()
+            for place, value in enumerate(args):
+                self._side(value, f"side input {place}")
+            for name, value in kwargs.items():
+                self._side(value, f"the side input {name!r}")
         self.tensors = [t for t in self.tensors if not t.is_inference()]
         self.versions = [tensor._version for tensor in self.tensors]
 
