@@ -108,7 +108,7 @@ def demo(
 ) -> None:
     """Train a byte-level GPT plain and hooked in turn, and compare the bits.
 
-    Writes a picture, a trace and all figures into the folder --out. Exits with 1 if a single bit differs.
+    Writes pictures, a page, a trace and all figures into the folder --out. Exits with 1 if a single bit differs.
     """
     options = demo_job.Options(
         steps=steps,
