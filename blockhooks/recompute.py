@@ -153,6 +153,7 @@ class _Frame(_PackHook):
         "early_stop",
         "function",
         "holders",
+        "late",
         "open",
         "overrides",
         "prints",
@@ -177,6 +178,7 @@ class _Frame(_PackHook):
         self.holders: list[weakref.ref[_Holder]] = []
         self.prints: list[Any] = []
         self.open: list[_Holder] | None = []
+        self.late: list[int] = []  # of saved tensors that may get their values after they were saved
         self.recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
         self.saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
@@ -200,17 +202,27 @@ class _Frame(_PackHook):
         if self.check == "shapes":
             self.prints.append((tensor.shape, tensor.dtype, tensor.device))
         elif self.check == "values":
-            self.prints.append(_fingerprint(tensor))
+            if _settled(tensor):
+                self.prints.append(_fingerprint(tensor))
+            else:
+                self.prints.append(None)
+                self.late.append(holder.index)
         return holder
 
     def close(self, keep: bool) -> None:
         """Let go of what was saved; or keep it, without its graph (an output would hold itself alive)."""
+        for holder in (self.open or ())[-_SAVED_TOGETHER:]:
+            value = holder.value
+            if value is not None and not holder.version and not _settled(value):
+                self.late.append(holder.index)
         for holder in self.open or ():
             value = holder.value
             if value is None:
                 continue
             if value._version != holder.version:
                 holder.version = _OVERWRITTEN
+            if self.check == "values" and self.prints[holder.index] is None:
+                self.prints[holder.index] = _fingerprint(value)
             holder.value = value.detach() if keep else None
         self.open = None
         if keep:  # never executed again: what it would take for that is not needed
@@ -365,6 +377,8 @@ class _Replay(_PackHook):
             self.last = len(self.alive) - 1 - self.alive[::-1].index(True)
         self.expected = len(self.alive)
         self.count = 0
+        self.due = False  # all is there once the operation that is running has ended
+        self.late: list[int] = []  # to be compared then
         self.returned = False
         self.differs: list[str] = []
 
@@ -372,13 +386,23 @@ class _Replay(_PackHook):
         """Pack a tensor: it is one of those that are needed, or one that nobody needs any more."""
         index = self.count
         self.count += 1
-        if tensor.requires_grad:
-            tensor = tensor.detach()
+        if self.due:
+            raise EarlyStop(self)
         if index < self.expected and self.alive[index]:
+            late = index in self.frame.late
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             self.values[index] = tensor
-            self.compare(index, tensor)
+            if late:
+                self.late.append(index)
+            else:
+                self.compare(index, tensor)
             if index == self.last:
-                raise EarlyStop(self)
+                if not self.late:
+                    raise EarlyStop(self)
+                self.due = True
+        elif tensor.requires_grad:
+            tensor = tensor.detach()
         return tensor
 
     def compare(self, index: int, tensor: Tensor) -> None:
@@ -398,6 +422,8 @@ class _Replay(_PackHook):
 
     def verify(self) -> None:
         frame, expected = self.frame, self.expected
+        for index in self.late:
+            self.compare(index, self.values[index])
         if self.differs:
             what = "values" if frame.check == "values" else "metadata"
             raise RecomputeError(
@@ -420,6 +446,21 @@ class _Replay(_PackHook):
                 f"forward ({expected}): the block took another path. Something that it reads changed in between; carry "
                 "it in a recompute_context, or keep this block."
             )
+
+
+_SAVED_TOGETHER = 2
+"""How many of the last saved tensors are looked at for one that is filled only when its operation has ended."""
+
+
+def _settled(tensor: Tensor) -> bool:
+    """Whether a saved tensor of a forward surely has its values, and is none that its operation fills later (rrelu)."""
+    return (
+        tensor.requires_grad
+        or tensor._version > 0
+        or isinstance(tensor, torch.nn.Parameter)
+        or tensor._is_view()
+        or not tensor.is_floating_point()
+    )
 
 
 def _tell(fingerprint: Any) -> str:

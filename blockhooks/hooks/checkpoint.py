@@ -39,8 +39,7 @@ class Checkpoint:
             operators or a policy function, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them.
             Such a segment can be gone through backward once.
         early_stop: End a recompute once all saved tensors are back. Saves the end of each block (with a linear layer
-            last a third of the recompute's FLOPs). Turn it off where a segment ends with an operation that writes to a
-            tensor after autograd has saved it (`torch.nn.RReLU` in training mode is the one that is known).
+            last a third of the recompute's FLOPs).
         check: What to compare between forward and recompute: ``"shapes"`` (shape, dtype and device of each saved
             tensor), ``"values"`` (every bit, too; recomputes to the end), or ``"none"``.
 

@@ -308,14 +308,21 @@ def test_an_operator_to_save_must_be_an_overload():
         Checkpoint(save=[torch.ops.aten.mm])
 
 
-def test_a_segment_that_ends_with_a_randomised_relu_is_recomputed_to_its_end():
+@pytest.mark.parametrize("check", ["shapes", "values", "none"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        nn.RReLU(),  # saves its noise first, and draws it then
+        lambda x: nn.functional.rrelu(x.sin(), training=True),
+        lambda x: nn.functional.rrelu(nn.functional.rrelu(x, training=True), training=True) + 1,
+    ],
+    ids=["module", "function", "twice"],
+)
+def test_a_segment_may_end_with_a_randomised_relu(last, check):
     def step(run):
-        blocks, x = (
-            nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.RReLU()) for _ in range(2)),
-            leaf(3, 4),
-        )
-        run(blocks, x).square().sum().backward()
+        blocks, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), leaf(3, 4)
+        run([lambda x, block=block: last(block(x)) for block in blocks], x).square().sum().backward()
         return blocks, x
 
-    found = outcome(step, through([Checkpoint(early_stop=False)]))
+    found = outcome(step, through([Checkpoint(check=check)]))
     assert differs(found, outcome(step, plain)) is None
