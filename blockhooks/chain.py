@@ -75,6 +75,10 @@ def _scan(plugin: object, name: str) -> tuple[_Found, ...]:
                 raise HookError(
                     f"{name} uses hookwrapper=True; write @hookimpl(wrapper=True), whose yield receives the value itself."
                 )
+            if inspect.isgeneratorfunction(impl.function) and not impl.wrapper:
+                raise HookError(
+                    f"{caller.name} of {name} has a yield, but is no wrapper; write @hookimpl(wrapper=True)."
+                )
             found.append(
                 _Found(
                     caller.name, attribute, impl.argnames, impl.wrapper, impl.tryfirst, impl.trylast
@@ -101,6 +105,11 @@ def _explain(plugin: object, name: str, message: str) -> str:
             return f"{name} implements {hook!r}, which is no hook of blockhooks;{_suggest(hook, HOOKS)}"
         known = tuple(inspect.signature(getattr(hookspecs, hook)).parameters)
         function = inspect.unwrap(getattr(plugin, attribute))
+        if options.get("wrapper") and not inspect.isgeneratorfunction(function):
+            return (
+                f"{hook} of {name} is a wrapper, but has no yield; write `return (yield)` where what is inside runs, or "
+                "leave wrapper=True out to take its place."
+            )
         for argument in inspect.signature(function).parameters:
             if argument not in known:
                 return (

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
-from blockhooks.errors import BudgetError
 from blockhooks.measuring import ModeContext, measure_block
 from blockhooks.plan import Mode, Segment, every, tree
 from blockhooks.recompute import _OPEN, _RECOMPUTING, can_recompute, is_recomputing
@@ -155,15 +154,7 @@ class Planner:
         solver = Solver(ChainProfile(blocks=_joined(chains)), apart=chains[0].apart)
         # A loop that is not ours holds its first x, and may hold its last, beside what the blocks keep.
         beside = chains[0].input + solver.profile.blocks[-1].output if chains[0].apart else 0
-        budget = budget_in_bytes(self.memory_budget, solver.plain.peak + beside)
-        try:
-            solved = solver.solve(max(budget - beside - base, 1))
-        except BudgetError as error:
-            if base:
-                error.add_note(
-                    f"{format_bytes(base)} of the budget are allocated already, beside these blocks"
-                )
-            raise
+        solved = solver.solve(self.memory_budget, beside=beside + base)
         start = 0
         for chain in chains:
             own = _cut(solved.segments, start, start + chain.count)

@@ -178,7 +178,9 @@ class _Frame(_PackHook):
         self.holders: list[weakref.ref[_Holder]] = []
         self.prints: list[Any] = []
         self.open: list[_Holder] | None = []
-        self.late: list[int] = []  # of saved tensors that may get their values after they were saved
+        self.late: list[
+            int
+        ] = []  # of saved tensors that may get their values after they were saved
         self.recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
         self.saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]

@@ -221,19 +221,27 @@ class Solver:
         plain_time, plain_peak = self.profile.plain
         return Plan(segments, time, peak, plain_time, plain_peak, budget)
 
-    def solve(self, memory_budget: str | int | float) -> Plan:
-        """See `solve`."""
-        budget = budget_in_bytes(memory_budget, self.plain.peak)
+    def solve(self, memory_budget: str | int | float, *, beside: int = 0) -> Plan:
+        """See `solve`.
+
+        Args:
+            memory_budget: The budget, for all that is held.
+            beside: Bytes of it that are held beside what a plan decides on.
+        """
+        asked = budget_in_bytes(memory_budget, self.plain.peak + beside)
+        budget = asked - beside
         plan = self._best(budget)
         if plan is None:
             floor = self.floor
+            least, plain = floor.peak + beside, floor.plain_peak + beside
+            held = f", of which {format_bytes(beside)} are held beside the blocks" if beside else ""
             error = BudgetError(
-                f"a memory budget of {format_bytes(budget)} ({budget} bytes) cannot be kept: the least that a plan "
-                f"reaches is {format_bytes(floor.peak)} ({floor.peak} bytes, {floor.share:.1%} of the plain loop's "
-                f"{format_bytes(floor.plain_peak)}), at {floor.slowdown:.2f} of its time, with the segments "
+                f"a memory budget of {format_bytes(asked)} ({asked} bytes) cannot be kept: the least that a plan "
+                f"reaches is {format_bytes(least)} ({least} bytes, {least / plain:.1%} of the plain loop's "
+                f"{format_bytes(plain)}{held}), at {floor.slowdown:.2f} of its time, with the segments "
                 f"{_brief(floor.segments)}. Raise the budget to at least that, or make the inputs smaller."
             )
-            error.floor, error.plan = floor.peak, floor
+            error.floor, error.plan = least, floor
             raise error
         return Plan(plan.segments, plan.time, plan.peak, plan.plain_time, plan.plain_peak, budget)
 

@@ -101,7 +101,13 @@ class Checkpoint:
         """Plan with the plan function, or for the memory budget."""
         if self.planner is not None:
             return self.planner.prepare(run)
-        return tuple(self.plan(len(run.blocks)))
+        segments = self.plan(len(run.blocks))
+        if not isinstance(segments, Sequence):
+            raise PlanError(
+                f"the plan function {self.plan!r} gave {segments!r} for {len(run.blocks)} blocks; expected segments, as "
+                "blockhooks.plan.every(2) gives them (called with its numbers: every(2), not every)."
+            )
+        return tuple(segments)
 
     @hookimpl
     def run_blocks(self, run: Run, x: Hidden) -> None:

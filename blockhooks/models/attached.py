@@ -78,6 +78,11 @@ def attach(
     Note:
         Where a block of the stack is never called as a whole but its parts are, repeated parts are taken as blocks.
     """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"attach(model, ...) expected an nn.Module, found {model!r}; run a list of blocks or functions with "
+            "apply_blocks."
+        )
     chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
     if blocks is None:
         outer = find_stacks(model, None if example is None else count_calls(model, example))

@@ -164,3 +164,11 @@ def test_a_plan_prints_as_a_table():
         ["2..3", "keep"],
     ]
     assert "of plain" in text.splitlines()[0]
+
+
+def test_a_budget_below_the_floor_is_told_with_what_is_held_beside():
+    solver, beside = Solver(random_profile(0, 6)), 1000
+    with pytest.raises(BudgetError, match="are held beside the blocks") as caught:
+        solver.solve(beside, beside=beside)
+    assert caught.value.floor == solver.floor.peak + beside
+    assert solver.solve(caught.value.floor, beside=beside).peak <= caught.value.floor - beside

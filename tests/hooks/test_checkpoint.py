@@ -321,8 +321,16 @@ def test_an_operator_to_save_must_be_an_overload():
 def test_a_segment_may_end_with_a_randomised_relu(last, check):
     def step(run):
         blocks, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), leaf(3, 4)
-        run([lambda x, block=block: last(block(x)) for block in blocks], x).square().sum().backward()
+        run(
+            [lambda x, block=block: last(block(x)) for block in blocks], x
+        ).square().sum().backward()
         return blocks, x
 
     found = outcome(step, through([Checkpoint(check=check)]))
     assert differs(found, outcome(step, plain)) is None
+
+
+@pytest.mark.parametrize("made", [plan.every, lambda n: None], ids=["uncalled", "None"])
+def test_a_plan_function_must_give_segments(made):
+    with pytest.raises(PlanError, match="expected segments"):
+        apply_blocks([nn.Linear(4, 4)], torch.ones(1, 4), hooks=[Checkpoint(made)])

@@ -498,3 +498,23 @@ def test_installed_plugins_are_loaded_only_when_asked(monkeypatch):
     assert names(HookChain([Checkpoint()])) == ["Checkpoint", *DEFAULTS]
     chain = HookChain.from_entry_points([Checkpoint()], without="RNGSnapshot")
     assert names(chain) == ["Checkpoint", "VersionGuard", "StateSnapshot"]
+
+
+def test_a_forgotten_wrapper_mark_is_noticed():
+    class Forgot:
+        @hookimpl
+        def run_block(self, x):
+            return (yield)
+
+    with pytest.raises(HookError, match="has a yield, but is no wrapper"):
+        HookChain([Forgot()])
+
+
+def test_a_wrapper_without_a_yield_is_noticed():
+    class NeverYields:
+        @hookimpl(wrapper=True)
+        def run_block(self, x):
+            return x
+
+    with pytest.raises(HookError, match="is a wrapper, but has no yield"):
+        HookChain([NeverYields()])
