@@ -33,7 +33,7 @@ def apply_blocks(
         blocks: Any iterable of callables. It is read once; with no blocks, x is returned.
         x: The hidden state: a tensor of any shape, or any container or object with tensors.
         *args: Side inputs, passed to each block unchanged.
-        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`.
+        hooks: A plugin, a sequence of plugins (the first is outermost), or a `HookChain`; nothing, or None, for none.
         carry: Picks the next x from a block's output. By default the output as it is; where x is a tensor, a tuple or
             list gives its first element.
         collect: Joins the x that a block was given and its output (after `carry`) to the next x, which is how
@@ -48,7 +48,7 @@ def apply_blocks(
         PlanError: If a plan does not cover the blocks.
         RecomputeError: In the backward, if a region could not be executed again as in the forward.
     """
-    if isinstance(hooks, (tuple, list)) and not hooks:
+    if hooks is None or (isinstance(hooks, (tuple, list)) and not hooks):
         return _plain(blocks, x, args, kwargs, carry, collect)
     if torch.compiler.is_compiling():
         blocks = tuple(blocks)

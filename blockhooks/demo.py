@@ -684,8 +684,15 @@ def run(options: Options, console: Console) -> bool:
     """
     progress = import_extra("rich.progress", "demo", "the demo")
     options.out.mkdir(parents=True, exist_ok=True)
+    ways = make_ways(options)
+    console.print(
+        f"{options.steps} steps, each in {len(ways)} ways ({', '.join(way.name for way in ways)}), and one more to measure; "
+        f"files go to {options.out}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     with progress.Progress(console=console, transient=True) as bar:
-        ways = make_ways(options)
         task = bar.add_task("training", total=(options.steps + 1) * len(ways))
         train(options, ways, partial(bar.advance, task))
     written = write(options, ways)

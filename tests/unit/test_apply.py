@@ -285,3 +285,8 @@ def test_through_is_what_users_write():
     assert bits(through([Checkpoint()])(blocks, x)) == bits(
         apply_blocks(blocks, x, hooks=[Checkpoint()])
     )
+
+
+def test_hooks_none_is_the_plain_loop():
+    x = torch.ones(2, 3)
+    assert torch.equal(apply_blocks([torch.sin, torch.cos], x, hooks=None), x.sin().cos())
