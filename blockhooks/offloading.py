@@ -63,11 +63,16 @@ class Offloader:
     def __init__(
         self, to: str, min_bytes: int, max_bytes: int | None, directory: str | Path | None
     ) -> None:
+        self._options = (to, min_bytes, max_bytes, directory)
         self.min_bytes = min_bytes
         self.max_bytes = max_bytes
         self.away = 0
         self._place: _Place = _Disk(directory) if to == "disk" else _Host()
         self._last = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without what is away: that belongs to graphs which are not copied."""
+        return Offloader, self._options
 
     @contextlib.contextmanager
     def forward(self, where: str, stay: Iterable[Tensor]) -> Iterator[None]:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockhooks.errors import BlockhooksWarning
 from blockhooks.plan import Segment
 from blockhooks.recompute import is_recomputing, packed_elsewhere
-from blockhooks.structure import Survey, survey
+from blockhooks.structure import Survey, survey, tensors_in
 
 __all__ = ["Block", "CurrentBlock", "Hidden", "HookRelay", "Region", "Run", "current_block"]
 
@@ -202,6 +203,13 @@ class Run:
             yield
         finally:
             _SIDE_INPUTS.reset(token)
+
+    def held_elsewhere(self, segment: Segment) -> Iterator[Tensor]:
+        """Give the tensors that live as long as the model or the caller wants: parameters, buffers, side inputs."""
+        for block in self.blocks[segment.start : segment.stop]:
+            if isinstance(block, nn.Module):
+                yield from itertools.chain(block.parameters(), block.buffers())
+        yield from tensors_in(self.side())
 
     def survey(self, segment: Segment) -> Survey:
         """The modules, objects and random generators reachable from a segment's blocks, x and the side inputs."""

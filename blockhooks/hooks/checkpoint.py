@@ -11,6 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from blockhooks.errors import HookError, PlanError
 from blockhooks.hookspecs import hookimpl
+from blockhooks.offloading import Offloader
 from blockhooks.plan import PlanFunction, Segment, every
 from blockhooks.planner import Planner
 from blockhooks.rebuild import Rebuilder
@@ -21,6 +22,7 @@ __all__ = ["Checkpoint"]
 
 CHECKS: Final = ("shapes", "values", "none")
 SELECTIVE_MIN_BYTES: Final = 16384
+OFFLOAD_MIN_BYTES: Final = 1 << 16
 
 
 class Checkpoint:
@@ -90,6 +92,7 @@ class Checkpoint:
             create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]
         self.save, self.early_stop, self.check = save, early_stop, check
         self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
+        self._offloader = Offloader("cpu", OFFLOAD_MIN_BYTES, None, None)
         self.planner = (
             None
             if memory_budget is None
@@ -123,8 +126,10 @@ class Checkpoint:
         if segment.mode == "selective":
             with self._rebuilder.forward(run.describe(segment.start, segment.stop)):
                 return region(x)
-        if segment.mode != "recompute":
-            return None
+        if segment.mode == "offload":
+            where = run.describe(segment.start, segment.stop)
+            with self._offloader.forward(where, run.held_elsewhere(segment)):
+                return region(x)
         contexts = region.capture(x)
         around = None
         if self.save is not None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from itertools import chain
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from blockhooks.errors import HookError
 from blockhooks.hookspecs import hookimpl
@@ -81,18 +77,8 @@ class Offload:
         if recomputing or not can_recompute():
             return (yield)
         where = run.describe(segment.start, segment.stop)
-        with self._offloader.forward(where, _owned(run, segment)):
+        with self._offloader.forward(where, run.held_elsewhere(segment)):
             return (yield)
 
     def __repr__(self) -> str:
         return f"Offload({self._to!r})"
-
-
-def _owned(run: Run, segment: Segment) -> Iterator[Tensor]:
-    """Yield the tensors that live as long as the model or the caller wants."""
-    for block in run.blocks[segment.start : segment.stop]:
-        if isinstance(block, nn.Module):
-            yield from chain(block.parameters(), block.buffers())
-    for leaf in tree_leaves(run.side()):
-        if isinstance(leaf, Tensor):
-            yield leaf

@@ -1,5 +1,8 @@
 """`Checkpoint`: options, plans, modes, and its place among other plugins."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -334,3 +337,24 @@ def test_a_segment_may_end_with_a_randomised_relu(last, check):
 def test_a_plan_function_must_give_segments(made):
     with pytest.raises(PlanError, match="expected segments"):
         apply_blocks([nn.Linear(4, 4)], torch.ones(1, 4), hooks=[Checkpoint(made)])
+
+
+def test_a_plan_may_give_each_block_another_mode():
+    modes = ("offload", "recompute", "selective", "keep")
+
+    def planned(n):
+        return tuple(Segment(i, i + 1, mode=modes[i % 4]) for i in range(n))
+
+    def step(run):
+        blocks, x = layers(8), leaf(3, 4)
+        run(blocks, x).square().sum().backward()
+        return blocks, x
+
+    found = outcome(step, through([Checkpoint(planned)]))
+    assert differs(found, outcome(step, plain)) is None
+
+
+def test_a_checkpoint_can_be_copied_and_pickled():
+    checkpoint = Checkpoint(plan.every(2), early_stop=False)
+    for twin in (copy.deepcopy(checkpoint), pickle.loads(pickle.dumps(checkpoint))):
+        assert (twin.plan, twin.early_stop, twin.check) == (plan.every(2), False, "shapes")

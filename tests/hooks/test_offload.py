@@ -1,8 +1,10 @@
 """`Offload` moves what is kept, brings it back, and leaves nothing behind."""
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -465,3 +467,12 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_arguments_are_checked(options, message):
     with pytest.raises(HookError, match=message):
         Offload(**options)
+
+
+def test_a_plugin_can_be_copied_and_pickled():
+    for twin in (
+        copy.deepcopy(Offload("cpu")),
+        pickle.loads(pickle.dumps(Offload("cpu", min_bytes=5))),
+    ):
+        assert repr(twin) == "Offload('cpu')"
+        assert twin.away == 0
