@@ -84,7 +84,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 @app.command(epilog="Example: blockhooks demo --steps 5 --layers 12 --out my-demo")
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps in each way.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps in each way.")] = 10,
     model: Annotated[
         str, typer.Option(help="gpt, or of transformers: gpt2, llama, bert, vit (extra hf).")
     ] = "gpt",

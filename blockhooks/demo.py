@@ -74,7 +74,7 @@ class Options:
         OptionError: If a value does not fit.
     """
 
-    steps: int = 16
+    steps: int = 10
     model: str = "gpt"
     layers: int = 8
     width: int = 256
