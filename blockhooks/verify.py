@@ -20,7 +20,7 @@ from blockhooks import memory
 from blockhooks.chain import Hooks
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.models import AttachReport, attach
-from blockhooks.models.find import Blocks
+from blockhooks.models.find import Blocks, rngs_kept
 from blockhooks.recompute import is_recomputing
 from blockhooks.report.table import size
 from blockhooks.structure import MODULE_INTERNALS, survey
@@ -465,16 +465,10 @@ def _rng_record() -> Record:
 @contextmanager
 def _rngs_kept(rngs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Put back the random generators: torch's, Python's and NumPy's, and those that the model reaches."""
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    with torch.random.fork_rng(range(accelerators)):
+    with rngs_kept():
         try:
             yield
         finally:
-            random.setstate(python)
-            if numpy is not None:
-                sys.modules["numpy"].random.set_state(numpy)
             _restore(rngs)
 
 

@@ -26,7 +26,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from blockhooks.errors import AttachError
 
-__all__ = ["Blocks", "Stack", "count_calls", "find_stacks", "inner_stacks", "select_stacks"]
+__all__ = [
+    "Blocks",
+    "Stack",
+    "count_calls",
+    "find_stacks",
+    "inner_stacks",
+    "rngs_kept",
+    "select_stacks",
+]
 
 Blocks = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 """What names blocks: a module path, a pattern of one, a class or its name, a module, or a predicate."""
@@ -116,7 +124,7 @@ def count_calls(model: nn.Module, example: Any) -> Counter[str]:
 
     watching = register_module_forward_pre_hook(note)
     try:
-        with torch.no_grad(), _rngs_kept():
+        with torch.no_grad(), rngs_kept():
             copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     finally:
         watching.remove()
@@ -124,7 +132,8 @@ def count_calls(model: nn.Module, example: Any) -> Counter[str]:
 
 
 @contextmanager
-def _rngs_kept() -> Iterator[None]:
+def rngs_kept() -> Iterator[None]:
+    """Put back the global random generators: torch's, Python's and NumPy's."""
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     python, numpy = random.getstate(), sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
