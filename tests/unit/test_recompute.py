@@ -1783,3 +1783,15 @@ def test_outcomes_of_the_comparison_itself_can_differ():
         return x
 
     assert differs(outcome(step, through([Checkpoint()])), outcome(step, plain)) is not None
+
+
+@pytest.mark.parametrize("hooks", [(), [Checkpoint()]], ids=["plain", "checkpointed"])
+def test_a_saved_tensor_overwritten_inside_of_a_block_is_an_error_in_backward(hooks):
+    def block(x):
+        y = x.exp()  # autograd saves the result
+        y.mul_(2)
+        return y * 3
+
+    y = apply_blocks([block], torch.randn(3, requires_grad=True), hooks=hooks)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
