@@ -32,6 +32,7 @@ def call_block(
     blocks: Sequence[nn.Module],
     names: Sequence[str] | None = None,
     segment: Segment,
+    planned: Segment | None = None,
     around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     make_run: Callable[..., Run] = Run,
 ) -> tuple[Any, Run]:
@@ -45,6 +46,7 @@ def call_block(
         blocks: The stack.
         names: The names of its blocks; by default those of their classes.
         segment: The block's segment, of one block.
+        planned: The segment of the plan that holds the block; by default the same.
         around: Called in every execution with the block's call, which it makes; in the forward and in recomputes.
         make_run: Makes the run.
 
@@ -61,7 +63,7 @@ def call_block(
 
     # The side inputs are all arguments: x is in them as well, and is put in its place again by `call`.
     run = make_run(tuple(blocks), *place.without(args, kwargs), hooks, call=call, names=names)
-    run.segments = (segment,)
+    run.segments, run.planned = (segment,), planned
     try:
         return output.with_x(run.execute_planned(x)), run
     finally:

@@ -75,6 +75,7 @@ class Run:
         kwargs: Keyword side inputs.
         hooks: The hook chain's hooks.
         segments: The plan, once it is made.
+        planned: The segment of the plan that those belong to, where somebody else's loop calls its blocks one by one.
         state: A place for plugins to keep figures of this run, by plugin. No tensors (R8).
         side_carried: Whether a `recompute_context` gives the side inputs again, so that the run lets go of them at its end.
         kept: Reasons why regions kept what autograd saved instead of dropping it, by segment.
@@ -91,6 +92,7 @@ class Run:
         "hooks",
         "kept",
         "kwargs",
+        "planned",
         "segments",
         "side_carried",
         "state",
@@ -111,6 +113,7 @@ class Run:
         self.blocks, self.args, self.kwargs, self.hooks = blocks, args, kwargs, hooks
         self.carry, self.collect, self.call = carry, collect, call
         self.segments: tuple[Segment, ...] = ()
+        self.planned: Segment | None = None
         self.state: dict[Any, Any] = {}
         self.kept: dict[Segment, str] = {}
         self.side_carried = False

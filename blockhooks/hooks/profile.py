@@ -117,7 +117,7 @@ class Profile:
         self._number = -1
         self._by_hand = False
         self._counted: dict[str, _Counted] = {}
-        self._plans: dict[str, _Plan] = {}  # of runs, by their first block
+        self._plans: dict[str, _Plan] = {}  # by their first block
         self._measuring = False
         self._measured: Step | None = None
         self._memory: dict[str, Any] | None = None
@@ -137,9 +137,9 @@ class Profile:
         step = self._step_of(executed, x)
         if not step.recorded:
             return (yield)
-        planned = tuple((segment, names[segment.start : segment.stop]) for segment in run.segments)
-        if self._plans.get(executed[0]) != planned:
-            self._plans[executed[0]] = planned
+        segments = run.segments if run.planned is None else (run.planned,)
+        planned = tuple((segment, names[segment.start : segment.stop]) for segment in segments)
+        if self._note_plan(planned):
             for name in executed:
                 self._counted.pop(name, None)
         run.state[self] = _Recording(step, names)
@@ -204,6 +204,18 @@ class Profile:
         recording.watch(index, inputs, outputs)
         self._refresh(recording.step)
         return result
+
+    def _note_plan(self, planned: _Plan) -> bool:
+        """Keep a plan in place of those that were made for its blocks before, and tell whether it is new."""
+        first = planned[0][1][0]
+        if self._plans.get(first) == planned:
+            return False
+        names = {name for _, held in planned for name in held}
+        for key, before in list(self._plans.items()):
+            if any(name in names for _, held in before for name in held):
+                del self._plans[key]
+        self._plans[first] = planned
+        return True
 
     def _is_counted(self, recording: _Recording, index: int, mode: _Mode) -> bool:
         """Take the bytes and operations of a block from a step before, unless they are to be counted in this one."""

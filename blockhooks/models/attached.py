@@ -102,6 +102,9 @@ class Handle:
     """Hooks that are attached to a model; made by `attach`.
 
     Holds the model weakly: a model that is deleted takes its hooks with it.
+
+    Attributes:
+        evaluating: Whether this step is an evaluation after a training step, which is the one to be reported.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Handle:
         self._stacks = [_Attached(self, stack, inside=False) for stack in outer]
         self._stacks += [_Attached(self, stack, inside=True) for stack in inner]
         self._in_forward = 0
+        self.evaluating = False
         for stack in self._stacks:
             stack.route()
         if not is_routed(model):
@@ -168,7 +172,9 @@ class Handle:
                     stack.end_region()
 
     def begin_step(self) -> None:
-        """Forget what was done in the step before."""
+        """Forget what was done in the step before, unless this one has nothing to tell."""
+        trained = any(stack.record.trained for stack in self._stacks)
+        self.evaluating = trained and not torch.is_grad_enabled()
         for stack in self._stacks:
             stack.begin_step()
 
@@ -250,7 +256,8 @@ class _Attached:
     def begin_step(self) -> None:
         self.end_region()
         self.plan, self.last = None, -1
-        self.record.begin_step()
+        if not self.handle.evaluating:
+            self.record.begin_step()
         for block in self.routes:
             block.next = 0
 
@@ -280,9 +287,12 @@ class _Attached:
             blocks=blocks,
             names=self.names,
             segment=segment,
+            planned=planned,
             around=functools.partial(self.inside_block, measure),
             make_run=make_run,
         )
+        if self.handle.evaluating and not torch.is_grad_enabled():
+            return output
         measure.finish(blocks[index], output, args, kwargs)
         if measure.taken is None:
             self.measured.pop(index, None)
@@ -348,10 +358,10 @@ class _Attached:
             hooks = self.handle.chain.hooks
             segments = hooks.plan_segments(Run(blocks, args, kwargs, hooks, names=self.names))
             self.plan = [
-                (leaf, Segment(place, place + 1, mode=mode))
+                (outer, Segment(place, place + 1, mode=outer.mode))
                 for segment in segments
-                for leaf, mode in _leaves(segment)
-                for place in leaf.indices
+                for outer in _outermost(segment)
+                for place in outer.indices
             ]
         return self.plan[index]
 
@@ -360,13 +370,13 @@ class _Attached:
         return tuple([reference() for reference in self.modules])  # type: ignore[misc]
 
 
-def _leaves(segment: Segment, mode: Mode = "keep") -> Iterator[tuple[Segment, Mode]]:
-    """The innermost segments, and what happens to them: what an enclosing segment drops is dropped."""
-    mode = segment.mode if mode == "keep" else mode
-    if not segment.children:
-        yield segment, mode
+def _outermost(segment: Segment) -> Iterator[Segment]:
+    """The outermost segments to which something happens, and those to which nothing does."""
+    if segment.mode != "keep" or not segment.children:
+        yield segment
+        return
     for child in segment.children:
-        yield from _leaves(child, mode)
+        yield from _outermost(child)
 
 
 class _Block:

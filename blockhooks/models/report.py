@@ -201,6 +201,11 @@ class StackRecord:
         """Whether any block was called in the last step."""
         return any(block.calls for block in self.blocks)
 
+    @property
+    def trained(self) -> bool:
+        """Whether any block was called with gradients in the last step."""
+        return any(block.done not in ("", "skipped", "no gradients") for block in self.blocks)
+
     def begin_step(self) -> None:
         """Forget the step before."""
         self.divided.clear()

@@ -60,11 +60,14 @@ class SpanningRegion:
         at_end: Called with the reason when the region has ended.
     """
 
-    def __init__(self, segment: Segment, start: int, checkpoint: Checkpoint, outside: Any) -> None:
+    def __init__(
+        self, segment: Segment, start: int, checkpoint: Checkpoint, outside: Any = None
+    ) -> None:
         self.segment, self.start, self.next = segment, start, start
         self.reason: str | None = None
         self.at_end: list[Callable[[str | None], None]] = []
         self._checkpoint, self._outside = checkpoint, outside
+        self._children = _Children(segment, checkpoint)
         self._frame: _Frame | None = None
         self._pieces: list[_Piece] = []
         self._last: tuple[weakref.ref[Tensor], int] | None = None
@@ -92,7 +95,7 @@ class SpanningRegion:
         try:
             frame.push(_unpack)
             try:
-                result = region(x)
+                result = self._children.run(index, region, x)
             finally:
                 frame.pop()
         except BaseException:
@@ -113,6 +116,7 @@ class SpanningRegion:
 
     def end(self) -> None:
         """Drop what autograd has saved."""
+        self._children.end()
         frame, self._frame = self._frame, None
         if frame is not None:
             frame.close(keep=self.reason is not None)
@@ -122,21 +126,62 @@ class SpanningRegion:
 
     def _begin(self, x: Tensor, region: Region) -> _Frame:
         pieces, run, start = self._pieces, region.run, self.start
+        segment, checkpoint = self.segment, self._checkpoint
 
         def again(x: Hidden) -> Hidden:
-            for piece in pieces:
-                x = piece.again(x)
+            children = _Children(segment, checkpoint)
+            try:
+                for piece in pieces:
+                    x = piece.again(x, children)
+            finally:
+                children.end()
             return x
 
         def describe() -> str:
             return f"{run.describe(start, start + len(pieces))} (hooks: {run.hooks.describe()})"
 
-        checkpoint = self._checkpoint
         return _Frame(again, (x,), _just_one, (), checkpoint.early_stop, checkpoint.check, describe)
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+class _Children:
+    """The regions inside of a region, in one execution of it; one after the other is open."""
+
+    __slots__ = ("_checkpoint", "_open", "_segment")
+
+    def __init__(self, segment: Segment, checkpoint: Checkpoint) -> None:
+        self._segment, self._checkpoint = segment, checkpoint
+        self._open: SpanningRegion | None = None
+
+    def run(self, index: int, region: Region, x: Hidden) -> Hidden:
+        """Execute one block, in the region of the child that holds it, if any does."""
+        child = _child_of(self._segment, index)
+        if child is None or not isinstance(x, Tensor):
+            self.end()
+            return region(x)
+        if self._open is None or self._open.segment is not child:
+            self.end()
+            self._open = SpanningRegion(child, index, self._checkpoint)
+        result = self._open.run(index, region, x)
+        if index == child.stop - 1:
+            self.end()
+        return result
+
+    def end(self) -> None:
+        child, self._open = self._open, None
+        if child is not None:
+            child.end()
+
+
+def _child_of(segment: Segment, index: int) -> Segment | None:
+    """The outermost segment inside of a segment that holds a block and is recomputed by itself."""
+    for child in segment.children:
+        if index in child.indices:
+            return child if child.mode == "recompute" else _child_of(child, index)
+    return None
 
 
 class _Piece:
@@ -150,15 +195,15 @@ class _Piece:
         self.region, self.contexts = region, contexts
         self.context = contextvars.copy_context()
 
-    def again(self, x: Hidden) -> Hidden:
-        return self.context.copy().run(self._execute, x)
+    def again(self, x: Hidden, children: _Children) -> Hidden:
+        return self.context.copy().run(self._execute, x, children)
 
-    def _execute(self, x: Hidden) -> Hidden:
+    def _execute(self, x: Hidden, children: _Children) -> Hidden:
         _RECOMPUTING.set(True)
         with ExitStack() as stack:
             for factory in self.contexts:
                 stack.enter_context(factory())
-            return self.region(x)
+            return children.run(self.region.segment.start, self.region, x)
 
 
 class SpanningRun(Run):

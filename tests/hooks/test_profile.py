@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from blockhooks import Checkpoint, apply_blocks, hookimpl, memory, plan
+from blockhooks import Checkpoint, apply_blocks, attach, hookimpl, memory, plan
 from blockhooks.chain import HookChain
 from blockhooks.errors import BlockhooksError
 from blockhooks.hooks.profile import Profile
@@ -786,6 +786,19 @@ def test_the_figures_are_json():
     ]
     assert figures["device"] == "cpu"
     assert figures["versions"]["torch"] == torch.__version__
+
+
+def test_the_plan_of_an_attached_model_is_the_one_in_use_as_it_was_made():
+    profile, checkpoint = Profile(), Checkpoint()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(4)))
+    with attach(model, [checkpoint, profile], blocks="[0-9]"):
+        for checkpoint.plan in (plan.every(1), plan.tree(1), plan.first(2)):
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+            assert profile.to_dict()["plan"] == [
+                {**segment.to_dict(), "blocks": list("0123")[segment.start : segment.stop]}
+                for segment in checkpoint.plan(4)
+            ]
 
 
 def test_the_table_has_a_line_for_each_block_with_and_without_rich(monkeypatch):

@@ -228,3 +228,18 @@ def test_a_reversible_stack_is_left_alone_and_told():
     assert warning == (
         "layers: a reversible stack, which keeps nothing between its blocks; it is left alone."
     )
+
+
+def test_an_evaluation_is_not_the_last_step():
+    model = Loop(2)
+    with attach(model, [Checkpoint()]) as handle:
+        with torch.no_grad():
+            model(sequence())
+        assert done(handle) == ["no gradients"] * 2
+        step(model, sequence())
+        after = handle.report().to_dict()
+        with torch.no_grad():
+            model(sequence())
+            model.layers[0](sequence())
+        assert handle.report().to_dict() == after
+        assert done(handle) == ["recomputed"] * 2

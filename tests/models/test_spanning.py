@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from blockhooks import Checkpoint, attach, current_block, hookimpl, plan
+from blockhooks import Checkpoint, apply_blocks, attach, current_block, hookimpl, plan
+from blockhooks.plan import Segment
 from tests.models.test_calls import saved_bytes
 from tests.models.toys import MODELS, WIDTH, Block, Loop, same, sequence, step
 
@@ -246,3 +247,35 @@ def test_two_backwards():
         torch.equal(p.grad, q.grad)
         for p, q in zip(plain.parameters(), hooked.parameters(), strict=True)
     )
+
+
+NESTED = {
+    "tree": plan.tree(3),
+    "binomial": plan.binomial(3),
+    "uneven": lambda n: (
+        Segment(0, 1, mode="keep"),
+        Segment(1, n, (Segment(1, 3, mode="keep"), Segment(3, n, (Segment(3, 5), Segment(5, n))))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_segments_are_recomputed_as_by_apply_blocks(name):
+    class Looped(Loop):
+        def forward(self, x):
+            return self.head(apply_blocks(self.layers, self.embed(x), hooks=self.hooks))
+
+    ours, theirs = Watch(), Watch()
+    plain = Loop(9)
+    hooked, looped = copy.deepcopy(plain), Looped(9)
+    looped.load_state_dict(plain.state_dict())
+    looped.hooks = [Checkpoint(NESTED[name]), ours]
+    with attach(hooked, [Checkpoint(NESTED[name]), theirs]) as handle:
+        for _ in range(2):
+            expected = step(plain, sequence())
+            assert same(expected, step(hooked, sequence()))
+            assert same(expected, step(looped, sequence()))
+        assert saved_bytes(hooked, sequence()) == saved_bytes(looped, sequence())
+        assert handle.report().warnings == []
+    assert theirs.events == ours.events
+    assert len([event for event in ours.events if event.startswith("again")]) > 2 * 9
