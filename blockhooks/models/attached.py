@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
-from blockhooks.lowering import lower, may_recompute, traced_checkpoint
+from blockhooks.lowering import Lowered, lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
     Blocks,
     Stack,
@@ -242,9 +242,7 @@ class _Attached:
     def lowered(self, index: int) -> bool | None:
         """Whether a compiled block is recomputed; None if it cannot be compiled with its hooks."""
         plan = lower(self.handle.chain.plugins, self.blocks())
-        return (
-            None if plan is None else any(r and start <= index < stop for start, stop, r, _ in plan)
-        )
+        return None if plan is None else _recomputes(plan, index)
 
     def unroute(self) -> None:
         self.end_region()
@@ -387,6 +385,7 @@ class _Block:
         self.next = 0
         self.had_gradients = False
         self.lowered = stack.lowered(indices[0])
+        self.note_compiled = _noting([stack.record.blocks[index] for index in indices])
 
     def __call__(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -413,9 +412,30 @@ class _Block:
         recompute = None if self.lowered is None else may_recompute((plain.args[0],))  # type: ignore[attr-defined]
         if recompute is None:
             return _uncompiled(self, plain, args, kwargs)
-        if recompute and self.lowered and torch.is_grad_enabled():
+        dropping = bool(recompute and self.lowered) and torch.is_grad_enabled()
+        self.note_compiled(self.lowered, dropping)
+        if dropping:
             return traced_checkpoint(plain, *args, **kwargs)
         return plain(*args, **kwargs)
+
+
+def _recomputes(plan: Lowered, index: int) -> bool:
+    """Whether a plan drops what a block saves, in whatever segment."""
+    return any(
+        start <= index < stop and (dropped or _recomputes(children, index))
+        for start, stop, dropped, children in plan
+    )
+
+
+def _noting(records: list[BlockRecord]) -> Callable[[bool, bool], None]:
+    """A function that the compiler calls while it traces, as if its result were a constant; compiled code does not."""
+
+    def note_compiled(asked: bool, dropping: bool) -> None:
+        for record in records:
+            record.note_compiled(asked, dropping)
+
+    note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return note_compiled
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

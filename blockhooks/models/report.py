@@ -138,8 +138,16 @@ class BlockRecord:
         self.reason: str | None = None
         self.segment: Segment | None = None
         self.calls = 0
+        self.compiled: tuple[str, str] | None = None
         self.saved: int | None = None
         self.dropped: int | None = None
+
+    def note_compiled(self, asked: bool, dropping: bool) -> None:
+        """Note how the block was compiled; what its compiled code does, nobody sees."""
+        self.compiled = (
+            "recompute" if asked else "keep",
+            "compiled: recomputed" if dropping else "compiled: kept",
+        )
 
     def begin_step(self) -> None:
         """Forget the step before; the bytes stay until they are measured again."""
@@ -170,11 +178,14 @@ class BlockRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings."""
+        asked, done = self.asked, self.done
+        if self.compiled is not None and not self.calls:
+            asked, done = self.compiled
         return {
             "name": self.name,
             "class": self.kind,
-            "asked": self.asked,
-            "done": self.done,
+            "asked": asked,
+            "done": done,
             "reason": self.reason,
             "segment": None if self.segment is None else [self.segment.start, self.segment.stop],
             "calls": self.calls,
@@ -199,7 +210,7 @@ class StackRecord:
     @property
     def called(self) -> bool:
         """Whether any block was called in the last step."""
-        return any(block.calls for block in self.blocks)
+        return any(block.calls or block.compiled for block in self.blocks)
 
     @property
     def trained(self) -> bool:
@@ -219,6 +230,8 @@ class StackRecord:
             yield f"{where}: a reversible stack, which keeps nothing between its blocks; it is left alone."
         elif others_called and not self.called:
             yield f"{where}: none of its {len(self.blocks)} blocks was called in the last step."
+        if any(block.compiled and not block.calls for block in self.blocks):
+            yield f"{where}: calls of compiled blocks cannot be seen; what is told is how they were compiled."
         long = {str(b.segment) for b in self.blocks if b.segment is not None and len(b.segment) > 1}
         if long and not self.spans:
             yield f"{where}: planned in segments of several blocks, executed block by block, as the hooks want it."

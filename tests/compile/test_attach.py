@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from blockhooks import Checkpoint, attach, hookimpl
+from blockhooks.plan import Segment
 from tests.models.test_calls import saved_bytes
 from tests.models.toys import WIDTH, same, sequence, step
 
@@ -72,14 +73,31 @@ def test_a_compiled_step_is_the_same_and_keeps_less(compiled, first):
     compiled(unhooked)
     if first == "compile":
         compiled(hooked)
-    with attach(hooked, [Checkpoint()]):
+    with attach(hooked, [Checkpoint()]) as handle:
         if first == "hooks":
             compiled(hooked)
         expected, found = step(plain, sequence()), step(hooked, sequence())
         assert same(list(expected["gradients"].values()), list(found["gradients"].values()))
         assert same(expected["output"], found["output"])
         assert saved_bytes(hooked, sequence()) < saved_bytes(unhooked, sequence())
+        report = handle.report()
+        around = first == "compile" and compiled is not compile_model
+        assert [(b["asked"], b["done"]) for b in report.stacks[0]["blocks"]] == [
+            ("recompute", "recomputed" if around else "compiled: recomputed")
+        ] * 3
+        unseen = "layers: calls of compiled blocks cannot be seen; what is told is how they were compiled."
+        assert report.warnings == ([] if around else [unseen])
     assert same(expected["output"], step(hooked, sequence())["output"])
+
+
+def test_segments_inside_of_a_kept_one_are_compiled_as_planned():
+    nested = (Segment(0, 3, (Segment(0, 1, mode="keep"), Segment(1, 3)), mode="keep"),)
+    model = Model()
+    with attach(model, [Checkpoint(lambda n: nested)]) as handle:
+        compile_model(model)
+        step(model, sequence())
+        done = [block["done"] for block in handle.report().stacks[0]["blocks"]]
+    assert done == ["compiled: kept", "compiled: recomputed", "compiled: recomputed"]
 
 
 def test_what_the_compiler_cannot_follow_runs_between_graphs_with_all_of_its_hooks():
