@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
 from blockhooks.measuring import ModeContext, measure_block
 from blockhooks.plan import Mode, Segment, every, tree
-from blockhooks.recompute import _OPEN, _RECOMPUTING, can_recompute, is_recomputing
+from blockhooks.recompute import as_recompute, can_recompute, is_recomputing
 from blockhooks.run import Hidden, Region, Run
 from blockhooks.solver import Plan, Solver
 from blockhooks.structure import tensors_in
@@ -273,23 +273,13 @@ def _cut(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, .
 def _executing(region: Region, factories: Factories) -> Callable[..., Any]:
     def execute(x: Any, inside: AbstractContextManager[Any]) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_as_recompute())
+            stack.enter_context(as_recompute())
             for factory in factories:
                 stack.enter_context(factory())
             stack.enter_context(inside)
             return region(x)
 
     return execute
-
-
-@contextlib.contextmanager
-def _as_recompute() -> Iterator[None]:
-    recomputing, within = _RECOMPUTING.set(True), _OPEN.set(None)
-    try:
-        yield
-    finally:
-        _RECOMPUTING.reset(recomputing)
-        _OPEN.reset(within)
 
 
 def _blocks(run: Run) -> Signature:

@@ -37,16 +37,25 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 
+from blockhooks.ambient import Ambient
 from blockhooks.errors import HookError, RecomputeError
 from blockhooks.structure import capture
 
 __all__ = [
     "Check",
+    "EarlyStop",
+    "Frame",
+    "PackHook",
+    "as_recompute",
     "can_recompute",
     "checkpointed",
+    "forward_done",
     "is_recomputing",
+    "just_one",
     "keep_aside",
+    "open_frame",
     "packed_elsewhere",
+    "taking",
 ]
 
 Check = Literal["shapes", "values", "none"]
@@ -67,21 +76,40 @@ class EarlyStop(BaseException):
     """Ends a recompute: all that is needed is back. Let it pass; clean up in ``finally``."""
 
 
-_OVERWRITTEN = -1
-
-
 class _Holder:
-    """What stands in autograd's graph for one saved tensor."""
+    """What stands in autograd's graph for one saved tensor: its place in a frame, or the tensor, where it is kept."""
 
-    __slots__ = ("__weakref__", "frame", "index", "value", "version")
+    __slots__ = ("__weakref__", "index", "source")
 
-    frame: _Frame
     index: int
-    value: Tensor | None
-    version: int
+    source: Frame | _Kept
 
 
-class _PackHook:
+class _Kept:
+    """A saved tensor that is kept."""
+
+    __slots__ = ("_describe", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, version: int, describe: Callable[[], str]) -> None:
+        # Without its graph: an output would hold itself alive.
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version, self._describe = version, describe
+
+    def unpack(self, holder: _Holder) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RecomputeError(_overwritten(self._describe(), self._tensor, self._version))
+        return self._tensor
+
+
+def _overwritten(where: str, tensor: Tensor, version: int) -> str:
+    return (
+        f"{where}: one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"tensor of shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}. Change a "
+        "copy of it, or run the backward first."
+    )
+
+
+class PackHook:
     """A pack hook of ours, while it is installed.
 
     torch's selective contexts (2.14) look past the hooks of checkpoints, which they know by the two names below, for
@@ -100,14 +128,17 @@ class _PackHook:
         return hooks
 
     def push(self, unpack: Callable[[Any], Any]) -> None:
+        """Install the hook, and an unpack hook with it."""
         self._below = _top_hooks(False)
         _push_hooks(self, unpack)
 
     def pop(self) -> None:
+        """Take the two away again."""
         self._below = None  # no longer than that: autograd's graph holds us
         _pop_hooks()
 
     def __call__(self, tensor: Tensor) -> Any:
+        """Pack a tensor that autograd saves."""
         raise NotImplementedError
 
 
@@ -123,7 +154,7 @@ def _refuse_hooks_but_ours(error_message: str) -> Iterator[None]:
     """
     taken: list[Any] = []
     top: Any = _top_hooks(True)
-    while top is not None and isinstance(top[0], _PackHook):
+    while top is not None and isinstance(top[0], PackHook):
         _pop_hooks()
         taken.append(top)
         top = _top_hooks(True)
@@ -138,28 +169,41 @@ def _refuse_hooks_but_ours(error_message: str) -> Iterator[None]:
 torch.autograd.graph.disable_saved_tensors_hooks = _refuse_hooks_but_ours
 
 
-class _Frame(_PackHook):
-    """One execution of a region in a forward, and what is needed to execute it again."""
+class Frame(PackHook):
+    """One execution of a region in a forward, and what is needed to execute it again.
+
+    The hook that packs what autograd saves: see `taking`.
+
+    Args:
+        function: What the region executes; called again in a recompute.
+        tensors: The tensors among its arguments.
+        rebuild: Gives the arguments again, from tensors in place of those.
+        contexts: Factories of what is entered around each recompute.
+        early_stop: End a recompute once all saved tensors are back.
+        check: What to compare between forward and recompute.
+        describe: Names the region in errors.
+    """
 
     __slots__ = (
         "__weakref__",
+        "_attributes",
+        "_check",
+        "_context",
+        "_contexts",
+        "_describe",
+        "_early_stop",
+        "_function",
+        "_holders",
+        "_late",
         "_lock",
+        "_overwritten",
+        "_prints",
+        "_rebuild",
+        "_recomputed",
+        "_saved",
+        "_versions",
         "ambient",
-        "attributes",
-        "check",
-        "context",
-        "contexts",
-        "describe",
-        "early_stop",
-        "function",
-        "holders",
-        "late",
-        "open",
-        "overrides",
-        "prints",
-        "rebuild",
-        "recomputed",
-        "saved",
+        "taken",
     )
 
     def __init__(
@@ -172,115 +216,140 @@ class _Frame(_PackHook):
         check: Check,
         describe: Callable[[], str],
     ) -> None:
-        self.function, self.rebuild = function, rebuild
-        self.contexts, self.early_stop, self.check = contexts, early_stop, check
-        self.describe = describe
-        self.holders: list[weakref.ref[_Holder]] = []
-        self.prints: list[Any] = []
-        self.open: list[_Holder] | None = []
-        self.late: list[
-            int
-        ] = []  # of saved tensors that may get their values after they were saved
-        self.recomputed: dict[Any, dict[int, Tensor]] = {}
+        self._function, self._rebuild, self._contexts = function, rebuild, contexts
+        self._early_stop, self._check, self._describe = early_stop, check, describe
+        self.taken: list[Tensor] | None = []  # until the forward is over
+        self._versions: list[int] = []
+        self._holders: list[weakref.ref[_Holder]] = []
+        self._prints: list[Any] = []
+        self._late: list[int] = []  # of those that may get their values after they were saved
+        self._overwritten: frozenset[int] = frozenset()
+        self._recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
-        self.saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
+        self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
         # Of the user's: an unpacked or detached tensor has none of them.
-        self.attributes = {i: dict(t.__dict__) for i, t in enumerate(tensors) if t.__dict__}
-        self.ambient = _ambient()
-        self.overrides = torch._C._is_torch_function_enabled()
-        self.context = contextvars.copy_context()
+        self._attributes = {i: dict(t.__dict__) for i, t in enumerate(tensors) if t.__dict__}
+        self.ambient = Ambient.now()
+        self._context = contextvars.copy_context()
         self._lock = threading.RLock()
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def __call__(self, tensor: Tensor) -> _Holder:
         """Pack a tensor."""
+        taken, holders = self.taken, self._holders
         holder = _Holder()
-        holder.frame, holder.index = self, len(self.holders)
-        holder.value, holder.version = tensor, tensor._version
-        self.holders.append(weakref.ref(holder))
-        if self.open is not None:
-            self.open.append(holder)
-        if self.check == "shapes":
-            self.prints.append((tensor.shape, tensor.dtype, tensor.device))
-        elif self.check == "values":
+        if taken is None:  # saved in another thread, when the forward is over
+            holder.source = _Kept(tensor, tensor._version, self._describe)
+            return holder
+        holder.source, holder.index = self, len(holders)
+        holders.append(weakref.ref(holder))
+        taken.append(tensor)
+        self._versions.append(tensor._version)
+        check = self._check
+        if check == "shapes":
+            self._prints.append((tensor.shape, tensor.dtype, tensor.device))
+        elif check == "values":
             if _settled(tensor):
-                self.prints.append(_fingerprint(tensor))
+                self._prints.append(_fingerprint(tensor))
             else:
-                self.prints.append(None)
-                self.late.append(holder.index)
+                self._prints.append(None)
+                self._late.append(holder.index)
         return holder
 
-    def close(self, keep: bool) -> None:
-        """Let go of what was saved; or keep it, without its graph (an output would hold itself alive)."""
-        for holder in (self.open or ())[-_SAVED_TOGETHER:]:
-            value = holder.value
-            if value is not None and not holder.version and not _settled(value):
-                self.late.append(holder.index)
-        for holder in self.open or ():
-            value = holder.value
-            if value is None:
-                continue
-            if value._version != holder.version:
-                holder.version = _OVERWRITTEN
-            if self.check == "values" and self.prints[holder.index] is None:
-                self.prints[holder.index] = _fingerprint(value)
-            holder.value = value.detach() if keep else None
-        self.open = None
-        if keep:  # never executed again: what it would take for that is not needed
-            self.saved = []
+    @property
+    def count(self) -> int:
+        """How many tensors were saved."""
+        return len(self._holders)
 
-    def take_out(self, start: int) -> None:
+    def close(self, keep: bool) -> None:
+        """Let go of what was saved, or keep it."""
+        taken, versions = self.taken or [], self._versions
+        late = self._late
+        for index in range(max(0, len(taken) - _SAVED_TOGETHER), len(taken)):
+            if not versions[index] and not _settled(taken[index]) and index not in late:
+                late.append(index)
+        if [tensor._version for tensor in taken] != versions:
+            self._overwritten = frozenset(
+                index for index, tensor in enumerate(taken) if tensor._version != versions[index]
+            )
+        if self._check == "values":
+            for index in late:
+                self._prints[index] = _fingerprint(taken[index])
+        if keep:
+            self.keep_from(0)
+            self._saved = []  # never executed again
+        self.taken = None
+
+    def keep_from(self, start: int) -> None:
         """Keep what was saved from index `start` on, and do not expect it from a recompute."""
-        assert self.open is not None
-        for holder in self.open[start - len(self.holders) :] if start < len(self.holders) else ():
-            value = holder.value
-            holder.value = None if value is None else value.detach()
-        taken = len(self.holders) - start
-        if taken:
-            del self.holders[start:], self.prints[start:], self.open[-taken:]
+        assert self.taken is not None
+        for reference, tensor, version in zip(
+            self._holders[start:], self.taken[start:], self._versions[start:], strict=True
+        ):
+            holder = reference()
+            if holder is not None:
+                holder.source = _Kept(tensor, version, self._describe)
+        del self._holders[start:], self.taken[start:], self._versions[start:]
+        del self._prints[start:]
+        self._late = [index for index in self._late if index < start]
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def unpack(self, holder: _Holder) -> Tensor:
-        if holder.version == _OVERWRITTEN:  # plain autograd raises as well
+        """Give the tensor back that a holder stands for; execute the function again if it has to be."""
+        index, taken = holder.index, self.taken
+        if taken is not None:  # a backward inside of the region
+            tensor, version = taken[index], self._versions[index]
+            if tensor._version != version:
+                raise RecomputeError(_overwritten(self._describe(), tensor, version))
+            return tensor.detach() if tensor.requires_grad else tensor
+        if torch.compiler.is_dynamo_compiling():
+            # Compiled autograd traces the hooks; a region whose forward was eager is recomputed eagerly.
+            return _eagerly(self, index)
+        return self._recomputed_at(index)
+
+    def _recomputed_at(self, index: int) -> Tensor:
+        if index in self._overwritten:  # plain autograd raises as well
             raise RecomputeError(
-                f"{self.describe()}: one of the variables needed for gradient computation has been modified by an inplace "
+                f"{self._describe()}: one of the variables needed for gradient computation has been modified by an inplace "
                 "operation inside of the region, after it was saved. Use the operation that is not in place."
             )
         group = torch._C._get_graph_exec_group()
         task = group if group is not None else torch._C._current_graph_task_id()
         with self._lock:  # on several devices, several threads of autograd's ask
-            values = self.recomputed.get(task)
-            if values is None or holder.index not in values:
+            values = self._recomputed.get(task)
+            if values is None or index not in values:
                 if values is not None and group is not None:
                     raise RecomputeError(
-                        f"{self.describe()}: a saved tensor is needed twice in one GraphExecGroup. Performing two "
+                        f"{self._describe()}: a saved tensor is needed twice in one GraphExecGroup. Performing two "
                         "backward calls that overlap (that need the same saved tensor) is not allowed in a group; "
                         "leave the group for the second backward."
                     )
-                values = self.recompute(task)
-            value = values.pop(holder.index)
+                values = self._recompute(task)
+            value = values.pop(index)
             if task == -1:  # a read of grad_fn._saved_*, outside of a backward
-                del self.recomputed[task]
+                del self._recomputed[task]
             return value
 
-    def recompute(self, task: Any) -> dict[int, Tensor]:
+    def _recompute(self, task: Any) -> dict[int, Tensor]:
         """Execute the function again and return the tensors that are needed, by index."""
-        if torch._C._is_torch_function_enabled() != self.overrides:
+        overrides = self.ambient.overrides
+        if torch._C._is_torch_function_enabled() != overrides:
             # The backward of a tensor subclass runs without its overrides.
             switch = (
                 torch._C._EnableTorchFunction
-                if self.overrides
+                if overrides
                 else torch._C.DisableTorchFunctionSubclass
             )
             with switch():
-                return self.recompute(task)
-        arguments = self.rebuild(self._arguments())
-        values: dict[int, Tensor] = {}
-        replay = _Replay(self, values)
+                return self._recompute(task)
+        args, kwargs = self._rebuild(self._arguments())
+        replay = _Replay(
+            self._describe, self._holders, self._prints, self._check, self._early_stop, self._late
+        )
         try:
-            self.context.copy().run(self._execute, arguments, replay)
+            self._context.copy().run(self._execute, args, kwargs, replay)
         except EarlyStop as stop:
             if stop.args[0] is not replay:
                 raise
@@ -288,53 +357,53 @@ class _Frame(_PackHook):
         except RecomputeError:
             raise
         except Exception as error:
-            _note(error, f"while recomputing {self.describe()} for the backward pass")
+            _note(error, f"while recomputing {self._describe()} for the backward pass")
             raise
         replay.verify()
-        self.recomputed[task] = values
+        values = self._recomputed[task] = replay.values
         if task != -1 and isinstance(task, int):
             _forget_after(task, self)
         return values
 
+    def forget(self, task: int) -> None:
+        """Let go of what was recomputed for a backward."""
+        self._recomputed.pop(task, None)
+
     def _arguments(self) -> list[Tensor]:
         try:
-            tensors = [saved.unpack() for saved in self.saved]
+            tensors = [saved.unpack() for saved in self._saved]
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RecomputeError(
-                f"{self.describe()}: an input was modified in place between its forward and its backward, so the "
+                f"{self._describe()}: an input was modified in place between its forward and its backward, so the "
                 "recompute would see other values. Expected the tensor to be unchanged; clone it before changing it, "
                 f"or run the backward first. ({error})"
             ) from error
         # A graph of its own: what the function does to its inputs' graph (hooks, a backward) stays in the recompute.
         alone = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
-        for index, attributes in self.attributes.items():
+        for index, attributes in self._attributes.items():
             if alone[index] is not tensors[index] or not alone[index].__dict__:
                 alone[index].__dict__.update(attributes)
         return alone
 
-    def _execute(self, arguments: Arguments, replay: _Replay) -> None:
+    def _execute(self, args: tuple[Any, ...], kwargs: dict[str, Any], replay: _Replay) -> None:
         _RECOMPUTING.set(True)
-        modes, flags, grad = _modes(), _flags(), torch.is_grad_enabled()
-        forward_modes, forward_flags = self.ambient
+        ambient, grad = self.ambient, torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        before = ambient.enter()
+        if ambient.autocast:
+            torch.autocast_increment_nesting()
         entered: list[contextlib.AbstractContextManager[Any]] = []
         failed: tuple[Any, Any, Any] = (None, None, None)
-        torch.autocast_increment_nesting()
         try:
-            if modes != forward_modes:
-                _switch(_MODE_SETTERS, modes, forward_modes)
-            if flags != forward_flags:
-                _switch(_FLAG_SETTERS, flags, forward_flags)
-            for factory in self.contexts:
+            for factory in self._contexts:
                 context = factory()
                 context.__enter__()
                 entered.append(context)
-            torch._C._set_grad_enabled(True)
             replay.push(_identity)
             try:
-                args, kwargs = arguments
-                self.function(*args, **kwargs)
+                self._function(*args, **kwargs)
             finally:
                 replay.pop()
         except BaseException as error:
@@ -345,14 +414,11 @@ class _Frame(_PackHook):
                 _leave(entered, failed)
             finally:
                 failed = (None, None, None)  # no cycle of this frame and the exception
-                if torch.autocast_decrement_nesting() == 0:
+                if ambient.autocast and torch.autocast_decrement_nesting() == 0:
                     torch.clear_autocast_cache()
+                torch._C._set_grad_enabled(True)
+                ambient.leave(before)
                 torch._C._set_grad_enabled(grad)
-                left = _modes()
-                if left != modes:
-                    _switch(_MODE_SETTERS, left, modes)
-                if flags != forward_flags:
-                    _switch(_FLAG_SETTERS, _flags(), flags)
         replay.returned = True
 
 
@@ -368,83 +434,116 @@ def _leave(
             raise
 
 
-class _Replay(_PackHook):
-    """The saved-tensor hooks of one recompute."""
+class _Replay(PackHook):
+    """The saved-tensor hooks of one recompute.
 
-    def __init__(self, frame: _Frame, values: dict[int, Tensor]) -> None:
-        self.frame, self.values = frame, values
-        self.alive = [holder() is not None for holder in frame.holders]
-        self.last = -1
-        if frame.early_stop and frame.check != "values" and True in self.alive:
-            self.last = len(self.alive) - 1 - self.alive[::-1].index(True)
-        self.expected = len(self.alive)
-        self.count = 0
-        self.due = False  # all is there once the operation that is running has ended
-        self.late: list[int] = []  # to be compared then
+    Attributes:
+        values: What is needed of what was saved, by index.
+        returned: Whether the function has returned, and was not stopped before.
+    """
+
+    __slots__ = (
+        "_check",
+        "_count",
+        "_describe",
+        "_differs",
+        "_due",
+        "_holders",
+        "_last",
+        "_late",
+        "_postponed",
+        "_prints",
+        "returned",
+        "values",
+    )
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        holders: Sequence[weakref.ref[_Holder]],
+        prints: Sequence[Any],
+        check: Check,
+        early_stop: bool,
+        late: Sequence[int],
+    ) -> None:
+        self._describe, self._holders, self._prints = describe, holders, prints
+        self._check, self._late = check, late
+        self.values: dict[int, Tensor] = {}
+        self._count = 0
+        self._last = -1
+        if early_stop and check != "values":
+            self._last = len(holders) - 1
+            while self._last >= 0 and holders[self._last]() is None:
+                self._last -= 1
+        self._due = False  # all is there once the operation that is running has ended
+        self._postponed: list[int] = []  # to be compared then
+        self._differs: list[str] = []
         self.returned = False
-        self.differs: list[str] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Pack a tensor: it is one of those that are needed, or one that nobody needs any more."""
-        index = self.count
-        self.count += 1
-        if self.due:
+        index = self._count
+        self._count = index + 1
+        if self._due:
             raise EarlyStop(self)
-        if index < self.expected and self.alive[index]:
-            late = index in self.frame.late
-            if tensor.requires_grad:
-                tensor = tensor.detach()
-            self.values[index] = tensor
-            if late:
-                self.late.append(index)
-            else:
-                self.compare(index, tensor)
-            if index == self.last:
-                if not self.late:
-                    raise EarlyStop(self)
-                self.due = True
-        elif tensor.requires_grad:
+        if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf has no graph to hold
             tensor = tensor.detach()
+        if index < len(self._holders) and self._holders[index]() is not None:
+            self.values[index] = tensor
+            if index in self._late:
+                self._postponed.append(index)
+            else:
+                self._compare(index, tensor)
+            if index == self._last:
+                if not self._postponed:
+                    raise EarlyStop(self)
+                self._due = True
         return tensor
 
-    def compare(self, index: int, tensor: Tensor) -> None:
-        check = self.frame.check
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        check = self._check
         if check == "none":
             return
-        before = self.frame.prints[index]
+        before = self._prints[index]
         after = (
             (tensor.shape, tensor.dtype, tensor.device)
             if check == "shapes"
             else _fingerprint(tensor)
         )
         if before != after:
-            self.differs.append(
+            self._differs.append(
                 f"  saved tensor {index}: {_tell(before)}, recomputed {_tell(after)}"
             )
 
     def verify(self) -> None:
-        frame, expected = self.frame, self.expected
-        for index in self.late:
-            self.compare(index, self.values[index])
-        if self.differs:
-            what = "values" if frame.check == "values" else "metadata"
+        """See whether the recompute was the forward.
+
+        Raises:
+            RecomputeError: If it was not.
+        """
+        expected, count = len(self._holders), self._count
+        for index in self._postponed:
+            self._compare(index, self.values[index])
+        if self._differs:
+            what = "values" if self._check == "values" else "metadata"
             raise RecomputeError(
-                f"{frame.describe()}: the recompute is not the forward: saved tensors have different {what} "
-                f"({len(self.differs)} of {expected}).\n"
-                + "\n".join(self.differs[:8])
+                f"{self._describe()}: the recompute is not the forward: saved tensors have different {what} "
+                f"({len(self._differs)} of {expected}).\n"
+                + "\n".join(self._differs[:8])
                 + "\nSomething that the block reads changed between forward and recompute, or the block is "
                 "nondeterministic; carry it in a recompute_context, or keep this block."
             )
-        complete = len(self.values) == sum(self.alive)
-        if not complete or (self.returned and self.count < expected):
+        if not self.returned:  # stopped when all was there
+            return
+        if count < expected:
             raise RecomputeError(
-                f"{frame.describe()}: A different number of tensors was saved during the forward ({expected}) and the "
-                f"recompute ({self.count}): the block took another path. Something that it reads changed in between; "
+                f"{self._describe()}: A different number of tensors was saved during the forward ({expected}) and the "
+                f"recompute ({count}): the block took another path. Something that it reads changed in between; "
                 "carry it in a recompute_context, or keep this block."
             )
-        if self.returned and self.count > expected:
+        if count > expected:
             raise RecomputeError(
-                f"{frame.describe()}: trying to save more tensors during recomputation ({self.count}) than during the "
+                f"{self._describe()}: trying to save more tensors during recomputation ({count}) than during the "
                 f"forward ({expected}): the block took another path. Something that it reads changed in between; carry "
                 "it in a recompute_context, or keep this block."
             )
@@ -475,24 +574,12 @@ def _identity(value: Any) -> Any:
 
 
 def _unpack(holder: _Holder) -> Tensor:
-    value = holder.value
-    if value is None:
-        if torch.compiler.is_dynamo_compiling():
-            # Compiled autograd traces the hooks; a region whose forward was eager is recomputed eagerly.
-            return _eagerly(holder)
-        return holder.frame.unpack(holder)
-    if value._version != holder.version:
-        raise RecomputeError(
-            f"{holder.frame.describe()}: one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: a tensor of shape {list(value.shape)} is at version {value._version}, expected "
-            f"version {holder.version}. Change a copy of it, or run the backward first."
-        )
-    return value.detach() if value.requires_grad else value
+    return holder.source.unpack(holder)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _eagerly(holder: _Holder) -> Tensor:
-    return holder.frame.unpack(holder)
+def _eagerly(frame: Frame, index: int) -> Tensor:
+    return frame._recomputed_at(index)
 
 
 def _clear(error: BaseException) -> None:
@@ -507,10 +594,10 @@ def _note(error: Exception, note: str) -> None:
         error.add_note(note)
 
 
-_pending: dict[int, list[weakref.ref[_Frame]]] = {}
+_pending: dict[int, list[weakref.ref[Frame]]] = {}
 
 
-def _forget_after(task: int, frame: _Frame) -> None:
+def _forget_after(task: int, frame: Frame) -> None:
     """Let a frame forget what it has recomputed for a backward when that backward is over."""
     frames = _pending.get(task)
     if frames is None:
@@ -520,7 +607,7 @@ def _forget_after(task: int, frame: _Frame) -> None:
             for reference in _pending.pop(task, ()):
                 alive = reference()
                 if alive is not None:
-                    alive.recomputed.pop(task, None)
+                    alive.forget(task)
 
         torch.autograd.Variable._execution_engine.queue_callback(forget)
     frames.append(weakref.ref(frame))
@@ -539,108 +626,6 @@ def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.shape, tensor.dtype, tensor.device, int(total)
 
 
-# ---- the state around a region ---------------------------------------------------------------------------------------
-
-
-def _autocast_devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-_devices: tuple[str, ...] = ()
-
-
-def _modes() -> tuple[Any, ...]:
-    """What a block may enter and leave: autocast, default dtype, and torch-function modes (default device)."""
-    global _devices
-    if not _devices:
-        _devices = _autocast_devices()
-    depth = torch._C._len_torch_function_stack()
-    return (
-        (
-            torch.is_autocast_cache_enabled(),
-            tuple(map(torch.is_autocast_enabled, _devices)),
-            tuple(map(torch.get_autocast_dtype, _devices)),
-        ),
-        torch.get_default_dtype(),
-        tuple(map(torch._C._get_function_stack_at, range(depth))) if depth else (),
-    )
-
-
-def _flags() -> tuple[Any, ...]:
-    """What selects the kernels of operators."""
-    return (
-        (
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
-            torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
-            torch._C._get_sdp_priority_order(),
-        ),
-        (
-            torch._C._get_cudnn_enabled(),
-            torch._C._get_cudnn_benchmark(),
-            torch._C._get_cudnn_deterministic(),
-            torch._C._get_mkldnn_enabled(),
-            torch._C._get_float32_matmul_precision(),
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_deterministic_algorithms_warn_only(),
-        ),
-    )
-
-
-def _set_autocast(state: tuple[Any, ...]) -> None:
-    cache, switches, dtypes = state
-    torch.set_autocast_cache_enabled(cache)
-    for device, enabled, dtype in zip(_devices, switches, dtypes, strict=True):
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _set_function_modes(modes: tuple[Any, ...]) -> None:
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-
-
-def _set_sdpa(state: tuple[Any, ...]) -> None:
-    flash, efficient, math, cudnn, reduction, order = state
-    torch._C._set_sdp_use_flash(flash)
-    torch._C._set_sdp_use_mem_efficient(efficient)
-    torch._C._set_sdp_use_math(math)
-    torch._C._set_sdp_use_cudnn(cudnn)
-    torch._C._set_math_sdp_allow_fp16_bf16_reduction(reduction)
-    torch._C._set_sdp_priority_order(order)
-
-
-def _set_backends(state: tuple[Any, ...]) -> None:
-    enabled, benchmark, deterministic, mkldnn, precision, algorithms, warn_only = state
-    torch._C._set_cudnn_enabled(enabled)
-    torch._C._set_cudnn_benchmark(benchmark)
-    torch._C._set_cudnn_deterministic(deterministic)
-    torch._C._set_mkldnn_enabled(mkldnn)
-    torch._C._set_float32_matmul_precision(precision)
-    torch._C._set_deterministic_algorithms(algorithms, warn_only=warn_only)
-
-
-def _ambient() -> tuple[Any, Any]:
-    """What torch's operators depend on beside their arguments."""
-    return _modes(), _flags()
-
-
-_Setters = tuple[Callable[[Any], Any], ...]
-_MODE_SETTERS: _Setters = (_set_autocast, torch.set_default_dtype, _set_function_modes)
-_FLAG_SETTERS: _Setters = (_set_sdpa, _set_backends)
-
-
-def _switch(setters: _Setters, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-    for put, old, new in zip(setters, before, after, strict=True):
-        if old != new:
-            put(new)
-
-
 # ---- the entrance ----------------------------------------------------------------------------------------------------
 
 
@@ -657,7 +642,8 @@ def can_recompute() -> bool:
     )
 
 
-def _just_one(tensors: list[Tensor]) -> Arguments:
+def just_one(tensors: list[Tensor]) -> Arguments:
+    """The arguments of a call with tensors alone."""
     return tuple(tensors), {}
 
 
@@ -671,19 +657,50 @@ def _refuse_iterator(describe: Callable[[], str]) -> Callable[[object], None]:
     return refuse
 
 
-_OPEN: contextvars.ContextVar[_Frame | None] = contextvars.ContextVar(
+_OPEN: contextvars.ContextVar[Frame | None] = contextvars.ContextVar(
     "blockhooks.open_frame", default=None
 )
 
 
+def open_frame() -> Frame | None:
+    """The frame of the innermost region whose forward is running, in this thread."""
+    frame = _OPEN.get()
+    return None if frame is None or frame.taken is None else frame
+
+
+@contextlib.contextmanager
+def taking(frame: Frame) -> Iterator[None]:
+    """Let a frame take what autograd saves, until the context is left."""
+    token = _OPEN.set(frame)
+    try:
+        frame.push(_unpack)
+        try:
+            yield
+        finally:
+            frame.pop()
+    finally:
+        _OPEN.reset(token)
+
+
+@contextlib.contextmanager
+def as_recompute() -> Iterator[None]:
+    """Let what is executed know itself in a recompute, and in no region's forward."""
+    recomputing, within = _RECOMPUTING.set(True), _OPEN.set(None)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.reset(recomputing)
+        _OPEN.reset(within)
+
+
 class _Aside:
-    def __init__(self, frame: _Frame | None) -> None:
-        self._frame = frame if frame is not None and frame.open is not None else None
-        self._start = 0 if self._frame is None else len(self._frame.holders)
+    def __init__(self, frame: Frame | None) -> None:
+        self._frame = frame
+        self._start = 0 if frame is None else frame.count
 
     def keep(self) -> None:
         if self._frame is not None:
-            self._frame.take_out(self._start)
+            self._frame.keep_from(self._start)
 
 
 @contextlib.contextmanager
@@ -693,7 +710,7 @@ def keep_aside() -> Iterator[_Aside]:
     After ``keep()`` on what the context gives, what autograd has saved since it was entered stays, and the recompute is
     not expected to save it again.
     """
-    yield _Aside(_OPEN.get())
+    yield _Aside(open_frame())
 
 
 def packed_elsewhere() -> Callable[[], bool] | None:
@@ -703,17 +720,18 @@ def packed_elsewhere() -> Callable[[], bool] | None:
         None if the region's own is on top; else a function that tells, later, whether nothing has come through to it, so
         that the region keeps what it should drop.
     """
-    frame = _OPEN.get()
-    if frame is None or frame.open is None:
+    frame = open_frame()
+    if frame is None:
         return None
     top: Any = _top_hooks(True)
     if top is None or top[0] is frame:
         return None
-    count = len(frame.holders)
-    return lambda: len(frame.holders) == count
+    count = frame.count
+    return lambda: frame.count == count
 
 
-def _forward_done(factory: ContextFactory, failed: bool) -> str | None:
+def forward_done(factory: ContextFactory, failed: bool) -> str | None:
+    """Tell a factory that the forward is over; return its reason why there can be no recompute."""
     done = getattr(factory, "forward_done", None)
     return None if done is None else done(failed)
 
@@ -758,14 +776,14 @@ def checkpointed(
     if (
         not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
     ):  # most regions: spare the walk
-        inputs, rebuild = args, _just_one
+        inputs, rebuild = args, just_one
     else:
         captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))
         inputs, rebuild = captured.tensors, captured.rebuild
         captured.tensors = []
     versions = [0 if t.is_inference() else t._version for t in inputs]
-    frame = _Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
-    token = _OPEN.set(frame)
+    frame = Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
+    token = _OPEN.set(frame)  # as `taking` does; a context costs as much as all of this
     try:
         frame.push(_unpack)
         try:
@@ -778,19 +796,16 @@ def checkpointed(
             frame.pop()
     except BaseException:
         for factory in contexts:
-            _forward_done(factory, failed=True)
+            forward_done(factory, failed=True)
         frame.close(keep=False)
         raise
     finally:
         _OPEN.reset(token)
     reason = None
-    if any(
-        not t.is_inference() and t._version != version
-        for t, version in zip(inputs, versions, strict=True)
-    ):
+    if versions != [0 if t.is_inference() else t._version for t in inputs]:
         reason = "it changes an input in place"
     for factory in contexts:
-        reason = _forward_done(factory, failed=False) or reason
+        reason = forward_done(factory, failed=False) or reason
     frame.close(keep=reason is not None)
     if reason is not None and on_keep is not None:
         on_keep(reason)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockhooks.plan import Segment
-from blockhooks.recompute import _OPEN, _PackHook
+from blockhooks.recompute import PackHook, open_frame
 from blockhooks.report.table import size
 from blockhooks.run import Run
 from blockhooks.structure import tensors_in
@@ -49,7 +49,7 @@ class Measure:
         self.saved: int | None = None
         self.dropped: int | None = None
         self._outside, self._count = outside, count
-        self._open = _OPEN.get()
+        self._open = open_frame()
         self._seen: dict[StorageWeakRef, int] = {}
         self._counting: _Counting | None = None
 
@@ -60,7 +60,7 @@ class Measure:
         if pair is None or pair == self._outside:
             return
         pack, unpack = pair
-        if _OPEN.get() is not self._open:
+        if open_frame() is not self._open:
             self.taken = "recomputed"
         else:
             owner = getattr(pack, "__self__", pack)
@@ -99,7 +99,7 @@ class Measure:
         self._seen.clear()
 
 
-class _Counting(_PackHook):
+class _Counting(PackHook):
     """Counts what is saved, and hands it on; it is one of ours, which torch.func's transforms can be taken past."""
 
     __slots__ = ("_pack", "_seen")

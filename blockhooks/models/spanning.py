@@ -5,6 +5,9 @@ around each block's region the saved-tensor hooks of one common frame are instal
 the last block of the segment has returned. The recompute executes all pieces, each with the x that the one before it
 gave. That is what the loop did only if it handed x on untouched; where it did not, the region ends there, and another
 one begins.
+
+Where segments nest, a piece is executed through the region of the child that holds its block, in the forward as in each
+recompute: the child's frame lies inside of the parent's, which then drops and brings back nothing but the child's x.
 """
 
 from __future__ import annotations
@@ -20,14 +23,12 @@ from torch import Tensor
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.plan import Segment
 from blockhooks.recompute import (
-    _OPEN,
-    _RECOMPUTING,
-    _ambient,
-    _forward_done,
-    _Frame,
-    _just_one,
-    _unpack,
+    Frame,
+    as_recompute,
     can_recompute,
+    forward_done,
+    just_one,
+    taking,
 )
 from blockhooks.run import Hidden, Region, Run
 
@@ -68,7 +69,7 @@ class SpanningRegion:
         self.at_end: list[Callable[[str | None], None]] = []
         self._checkpoint, self._outside = checkpoint, outside
         self._children = _Children(segment, checkpoint)
-        self._frame: _Frame | None = None
+        self._frame: Frame | None = None
         self._pieces: list[_Piece] = []
         self._last: tuple[weakref.ref[Tensor], int] | None = None
 
@@ -82,7 +83,7 @@ class SpanningRegion:
             return False
         tensor, version = self._last
         untouched = tensor() is x and _version(x) == version
-        return untouched and outside == self._outside and _ambient() == self._frame.ambient
+        return untouched and outside == self._outside and self._frame.ambient.holds()
 
     def run(self, index: int, region: Region, x: Tensor) -> Hidden:
         """Execute one piece in the forward."""
@@ -91,22 +92,16 @@ class SpanningRegion:
             self._frame = self._begin(x, region)
         frame = self._frame
         version = _version(x)
-        token = _OPEN.set(frame)
         try:
-            frame.push(_unpack)
-            try:
+            with taking(frame):
                 result = self._children.run(index, region, x)
-            finally:
-                frame.pop()
         except BaseException:
             for factory in contexts:
-                _forward_done(factory, failed=True)
+                forward_done(factory, failed=True)
             self.end()
             raise
-        finally:
-            _OPEN.reset(token)
         for factory in contexts:
-            self.reason = _forward_done(factory, failed=False) or self.reason
+            self.reason = forward_done(factory, failed=False) or self.reason
         if _version(x) != version:
             self.reason = "it changes an input in place"
         self._pieces.append(_Piece(region, contexts))
@@ -124,7 +119,7 @@ class SpanningRegion:
             call(self.reason)
         self.at_end.clear()
 
-    def _begin(self, x: Tensor, region: Region) -> _Frame:
+    def _begin(self, x: Tensor, region: Region) -> Frame:
         pieces, run, start = self._pieces, region.run, self.start
         segment, checkpoint = self.segment, self._checkpoint
 
@@ -140,7 +135,7 @@ class SpanningRegion:
         def describe() -> str:
             return f"{run.describe(start, start + len(pieces))} (hooks: {run.hooks.describe()})"
 
-        return _Frame(again, (x,), _just_one, (), checkpoint.early_stop, checkpoint.check, describe)
+        return Frame(again, (x,), just_one, (), checkpoint.early_stop, checkpoint.check, describe)
 
 
 def _version(tensor: Tensor) -> int:
@@ -199,8 +194,8 @@ class _Piece:
         return self.context.copy().run(self._execute, x, children)
 
     def _execute(self, x: Hidden, children: _Children) -> Hidden:
-        _RECOMPUTING.set(True)
         with ExitStack() as stack:
+            stack.enter_context(as_recompute())
             for factory in self.contexts:
                 stack.enter_context(factory())
             return children.run(self.region.segment.start, self.region, x)
