@@ -13,7 +13,7 @@ from torch import nn
 
 from blockhooks.chain import HookChain
 from blockhooks.errors import HookError, RecomputeError
-from blockhooks.lowering import may_recompute
+from blockhooks.lowering import may_recompute, torchs_checkpoint
 from blockhooks.plan import Segment
 from blockhooks.recompute import Check, can_recompute, checkpointed
 from blockhooks.run import Region, Run
@@ -87,8 +87,9 @@ def checkpoint(
     """
     if use_reentrant:
         raise HookError(
-            "checkpoint(use_reentrant=True): expected False. The reentrant way runs the forward without a graph, loses "
-            "keyword and nested tensors, and cannot keep gradients the same; leave the argument out."
+            "checkpoint(use_reentrant=True): expected False; it is only supported when use_reentrant=False. The reentrant "
+            "way runs the forward without a graph, loses keyword and nested tensors, and cannot keep gradients the same; "
+            "leave the argument out."
         )
     options = _Options(
         preserve_rng_state,
@@ -183,7 +184,7 @@ def _traced(
         given["context_fn"] = options.context_fn
     if options.respect_saved_tensors_hooks is not None:
         given["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
-    return torch_checkpoint.checkpoint(
+    return torchs_checkpoint(
         function,
         *args,
         use_reentrant=False,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from blockhooks.errors import BlockhooksWarning, RecomputeError
 from blockhooks.hooks.checkpoint import Checkpoint
@@ -26,7 +26,14 @@ from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
 from blockhooks.run import Block, Hidden, carried
 
-__all__ = ["Lowered", "lower", "may_recompute", "run_lowered", "traced_checkpoint"]
+__all__ = [
+    "Lowered",
+    "lower",
+    "may_recompute",
+    "run_lowered",
+    "torchs_checkpoint",
+    "traced_checkpoint",
+]
 
 Lowered = tuple[tuple[int, int, bool, Any], ...]
 """A plan in plain tuples: (start, stop, whether to recompute, children)."""
@@ -118,6 +125,19 @@ def _tuples(segments: Iterable[Any]) -> Lowered:
     return tuple((s.start, s.stop, s.mode == "recompute", _tuples(s.children)) for s in segments)
 
 
+_TORCHS_OWN = torch_checkpoint.checkpoint
+
+
+def torchs_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Call torch's own checkpoint, also where ``torch.utils.checkpoint.checkpoint`` has been replaced by ours.
+
+    Dynamo knows whatever has that name, and no other; tracers below it execute what they are given.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch_checkpoint.checkpoint(*args, **kwargs)
+    return _TORCHS_OWN(*args, **kwargs)
+
+
 def traced_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let the compiler trace torch's checkpoint. It must not run eagerly: torch's would not keep the law."""
 
@@ -130,7 +150,7 @@ def traced_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -
             )
         return function(*args, **kwargs)
 
-    return torch_checkpoint(traced, *args, use_reentrant=False, **kwargs)
+    return torchs_checkpoint(traced, *args, use_reentrant=False, **kwargs)
 
 
 def run_lowered(

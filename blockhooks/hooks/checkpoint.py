@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 from torch._ops import OpOverload
@@ -92,12 +92,16 @@ class Checkpoint:
             create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]
         self.save, self.early_stop, self.check = save, early_stop, check
         self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
-        self._offloader = Offloader("cpu", OFFLOAD_MIN_BYTES, None, None)
         self.planner = (
             None
             if memory_budget is None
             else Planner(memory_budget, {"selective": partial(self._rebuilder.forward, "a block")})
         )
+
+    @cached_property
+    def _offloader(self) -> Offloader:
+        """Made when a segment asks for it: a compiler that traces `Checkpoint(...)` cannot follow a thread's storage."""
+        return Offloader("cpu", OFFLOAD_MIN_BYTES, None, None)
 
     @hookimpl
     def plan_segments(self, run: Run) -> tuple[Segment, ...]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, apply_blocks, hookimpl, plan
+from blockhooks import Checkpoint, apply_blocks, checkpoint, hookimpl, plan
 from tests.agree import Layer, differs, layers, leaf, outcome, plain
 
 pytestmark = [
@@ -67,6 +67,25 @@ def test_a_compiled_model_in_one_graph(plan_function):
     hooks = [Checkpoint(plan_function)]
     found = outcome(train(True, fullgraph=True, hooks=hooks), plain)
     assert differs(found, outcome(train(False), plain)) is None
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "torch's name replaced"])
+def test_hooks_made_inside_of_the_compiled_function(monkeypatch, replaced):
+    if replaced:
+        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+
+    def step(run):
+        blocks, x = layers(3), leaf(3, 4)
+        if run is not plain:
+            run = torch.compile(
+                lambda blocks, x: apply_blocks(blocks, x, hooks=[Checkpoint()]),
+                backend="aot_eager",
+                fullgraph=True,
+            )
+        run(blocks, x).square().sum().backward()
+        return [(p.detach(), p.grad) for p in blocks.parameters()], x
+
+    assert differs(outcome(step, None), outcome(step, plain)) is None
 
 
 def test_a_compiled_model_with_dropout():

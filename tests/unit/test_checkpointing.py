@@ -88,6 +88,10 @@ def no_collection():
     gc.enable()
 
 
+def keep_products():
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
 # ---- when the function is executed --------------------------------------------------------------------------------
 
 
@@ -1238,6 +1242,33 @@ def test_a_compiled_call_draws_the_same_random_numbers_again(backend):
     torch.rand(3)  # the generator has moved on when the backward comes
     y.sum().backward()
     assert torch.equal(x.grad != 0, y != 0)
+
+
+@pytest.mark.slow
+@scripted_by_torch
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("options", [{}, {"context_fn": keep_products}], ids=["", "with a policy"])
+def test_compiled_where_torchs_name_is_replaced(monkeypatch, backend, options):
+    """What Dynamo takes for torch's checkpoint, and what its back ends look up, is then ours."""
+    monkeypatch.setattr(torch_checkpoint, "checkpoint", checkpoint)
+
+    def step(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+
+        def inside(x):
+            return layer(x).sin() @ x
+
+        def function(x):
+            return torch_checkpoint.checkpoint(inside, x, use_reentrant=False, **options).exp()
+
+        run = torch.compile(function, backend=backend, fullgraph=True) if compiled else function
+        x = leaf(4, 4)
+        run(x).sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    assert all(map(torch.equal, step(True), step(False)))
 
 
 @pytest.mark.slow
