@@ -413,7 +413,7 @@ class _Block:
         if recompute is None:
             return _uncompiled(self, plain, args, kwargs)
         dropping = bool(recompute and self.lowered) and torch.is_grad_enabled()
-        self.note_compiled(self.lowered, dropping)
+        self.note_compiled(bool(self.lowered), dropping)
         if dropping:
             return traced_checkpoint(plain, *args, **kwargs)
         return plain(*args, **kwargs)
