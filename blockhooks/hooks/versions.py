@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from blockhooks.errors import RecomputeError
@@ -47,6 +48,8 @@ class _Versions:
             if isinstance(module, LazyModuleMixin):
                 continue  # its tensors are not there yet
             for owned in (module._parameters, module._buffers):
+                if owned is module._buffers and isinstance(module, _NormBase) and module.training:
+                    continue  # statistics are not read, and may be those of another block in a list of them
                 self.tensors += [tensor for tensor in owned.values() if tensor is not None]
         self.sides: dict[int, str] = {}  # what to call a side input's tensor, by id
         if run.args or run.kwargs:

@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, HookChain, RecomputeError, VersionGuard, apply_blocks, plan
-from tests.agree import agree, leaf
+from blockhooks import (
+    Checkpoint,
+    HookChain,
+    RecomputeError,
+    VersionGuard,
+    apply_blocks,
+    checkpoint,
+    plan,
+)
+from tests.agree import agree, leaf, plain
 
 
 class Block(nn.Module):
@@ -117,6 +125,29 @@ def test_a_weight_of_another_segment_may_change():
     one.sum().backward()
     with pytest.raises(RecomputeError, match="was modified in place"):
         two.sum().backward()
+
+
+def test_statistics_of_another_block_that_can_be_reached_may_change():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(Block(), nn.BatchNorm1d(4)) for _ in range(3))
+
+        def forward(self, x, checkpoint):
+            for i in range(3):
+                x = checkpoint(lambda x, i=i: self.layers[i](x), x)
+            return x
+
+    def step(run):
+        net, x = Net(), leaf(3, 4)
+        for _ in range(2):
+            net(x, checkpoint if run is not plain else plain_call).square().sum().backward()
+        return net, x
+
+    def plain_call(function, x):
+        return function(x)
+
+    agree(step)
 
 
 def test_without_it_the_gradients_are_wrong_unnoticed():
