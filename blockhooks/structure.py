@@ -39,12 +39,14 @@ __all__ = [
     "MODULE_INTERNALS",
     "Captured",
     "Capturing",
+    "Contents",
     "Slots",
     "Survey",
     "atomic",
     "capture",
     "contents_of",
     "is_rng",
+    "own_attributes",
     "rng_state",
     "survey",
     "tensors_in",
@@ -60,7 +62,9 @@ _ATOMIC: set[type] = {
     functools.partial, property, random.Random,
 }  # fmt: skip
 _LEADING = {torch.Generator, random.Random, types.FunctionType, functools.partial}
-MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+_DEAD_ENDS = _ATOMIC - _LEADING
+_EVERY_MODULE_HAS = list(nn.Module().__dict__)
+MODULE_INTERNALS = frozenset(_EVERY_MODULE_HAS)
 """The attributes that every `nn.Module` has: its registries, its hooks, its training flag."""
 _OPAQUE_BASES = (
     nn.Module, enum.Enum, logging.Logger, logging.Handler, pathlib.PurePath, type, random.Random,
@@ -80,6 +84,17 @@ _plain_types: set[type] = set()
 def atomic(value: object) -> bool:
     """Whether a value is passed on as it is: neither container, nor tensor, nor an object with a state."""
     return type(value) in _ATOMIC
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module beside those that every `nn.Module` has, as far as they may hold or lead to state."""
+    attributes = module.__dict__
+    names = list(attributes)
+    if names[: len(_EVERY_MODULE_HAS)] == _EVERY_MODULE_HAS:  # nearly always, they are set first
+        names = names[len(_EVERY_MODULE_HAS) :]
+    else:
+        names = [name for name in names if name not in MODULE_INTERNALS]
+    return [(n, attributes[n]) for n in names if type(attributes[n]) not in _DEAD_ENDS]
 
 
 def is_rng(value: object) -> bool:
@@ -153,7 +168,10 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes that an instance holds itself, in its dict and in its slots."""
-    found = dict(getattr(value, "__dict__", ()))
+    try:
+        found = dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        found = {}
     for name in _slots(type(value)):  # type: ignore[arg-type]  # a type is hashable
         try:
             found[name] = object.__getattribute__(value, name)
@@ -167,7 +185,22 @@ class _Node(Protocol):
 
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any: ...
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool: ...
+    def same(self, value: object, by: _Comparison) -> bool: ...
+
+
+class _Comparison:
+    """One comparison of a captured structure with a value.
+
+    Attributes:
+        tensors: What stands in the places of the tensors taken out; None for the tensors themselves.
+        seen: Nodes and values, by id, that are compared already; some reach themselves, and many are reached twice.
+    """
+
+    __slots__ = ("seen", "tensors")
+
+    def __init__(self, tensors: list[Tensor] | None) -> None:
+        self.tensors = tensors
+        self.seen: set[tuple[int, int]] = set()
 
 
 class _TensorNode:
@@ -181,8 +214,8 @@ class _TensorNode:
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
         return tensors[self.index]
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
-        return (self.reference() if tensors is None else tensors[self.index]) is value
+    def same(self, value: object, by: _Comparison) -> bool:
+        return (self.reference() if by.tensors is None else by.tensors[self.index]) is value
 
 
 _NODES: tuple[type, ...] = ()
@@ -192,19 +225,14 @@ def _rebuild(item: Any, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
     return item.rebuild(memo, tensors) if type(item) in _NODES else item
 
 
-_comparing: set[int] = set()
-
-
-def _same(item: Any, value: object, tensors: list[Tensor] | None) -> bool:
+def _same(item: Any, value: object, by: _Comparison) -> bool:
     if type(item) not in _NODES:
         return item is value
-    if id(item) in _comparing:  # a container or object that reaches itself
+    pair = id(item), id(value)
+    if pair in by.seen:
         return True
-    _comparing.add(id(item))
-    try:
-        return bool(item.same(value, tensors))
-    finally:
-        _comparing.discard(id(item))
+    by.seen.add(pair)
+    return bool(item.same(value, by))
 
 
 class _TupleNode:
@@ -219,12 +247,12 @@ class _TupleNode:
             return tuple(items)
         return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
-        return type(value) is self.kind and _all_same(self.items, value, tensors)
+    def same(self, value: object, by: _Comparison) -> bool:
+        return type(value) is self.kind and _all_same(self.items, value, by)
 
 
-def _all_same(items: Any, values: Any, tensors: list[Tensor] | None) -> bool:
-    return len(items) == len(values) and all(map(_same, items, values, itertools.repeat(tensors)))
+def _all_same(items: Any, values: Any, by: _Comparison) -> bool:
+    return len(items) == len(values) and all(map(_same, items, values, itertools.repeat(by)))
 
 
 class _ListNode:
@@ -253,13 +281,13 @@ class _ListNode:
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+    def same(self, value: object, by: _Comparison) -> bool:
         if type(value) is not self.kind:
             return False
         if isinstance(value, set):  # unordered, and its members are hashable: compare as a set
             return len(value) == len(self.items) and value == set(self.items)
-        return _all_same(self.items, value, tensors) and (
-            not self.attributes or _same_attributes(self.attributes, value, tensors)
+        return _all_same(self.items, value, by) and (
+            not self.attributes or _same_attributes(self.attributes, value, by)
         )
 
 
@@ -287,14 +315,14 @@ class _DictNode:
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+    def same(self, value: object, by: _Comparison) -> bool:
         return (
             type(value) is self.kind
             and isinstance(value, dict)
             and len(value) == len(self.items)
             and all(k is other or k == other for k, other in zip(self.items, value, strict=True))
-            and _all_same(self.items.values(), dict.values(value), tensors)
-            and (not self.attributes or _same_attributes(self.attributes, value, tensors))
+            and _all_same(self.items.values(), dict.values(value), by)
+            and (not self.attributes or _same_attributes(self.attributes, value, by))
         )
 
 
@@ -312,7 +340,7 @@ class _ObjectNode:
         if id(self) in memo:
             return memo[id(self)]
         original = self.reference()
-        if original is not None and _same(self, original, tensors):
+        if original is not None and _same(self, original, _Comparison(tensors)):
             memo[id(self)] = original
             return original
         base: Any = types.SimpleNamespace if self.kind is types.SimpleNamespace else object
@@ -321,8 +349,8 @@ class _ObjectNode:
         _set_attributes(copy, self.attributes, memo, tensors)
         return copy
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
-        return type(value) is self.kind and _same_attributes(self.attributes, value, tensors)
+    def same(self, value: object, by: _Comparison) -> bool:
+        return type(value) is self.kind and _same_attributes(self.attributes, value, by)
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
@@ -353,11 +381,11 @@ class _ArrayNode:
     def rebuild(self, memo: dict[int, Any], tensors: list[Tensor]) -> Any:
         if id(self) not in memo:
             original = self.reference()
-            unchanged = original is not None and self.same(original, tensors)
+            unchanged = original is not None and self.same(original, _Comparison(tensors))
             memo[id(self)] = original if unchanged else copied(self.before)
         return memo[id(self)]
 
-    def same(self, value: object, tensors: list[Tensor] | None) -> bool:
+    def same(self, value: object, by: _Comparison) -> bool:
         return type(value) is type(self.before) and _same_array(self.before, value)
 
 
@@ -369,13 +397,12 @@ def _same_array(one: Any, other: Any) -> bool:
     )
 
 
-def _same_attributes(
-    attributes: dict[str, Any], value: object, tensors: list[Tensor] | None
-) -> bool:
+def _same_attributes(attributes: dict[str, Any], value: object, by: _Comparison) -> bool:
     now = _attributes(value)
-    return attributes.keys() == now.keys() and all(
-        _same(item, now[name], tensors) for name, item in attributes.items()
-    )
+    if attributes.keys() != now.keys():
+        return False
+    others = [(item, now[name]) for name, item in attributes.items() if item is not now[name]]
+    return all(_same(item, other, by) for item, other in others)
 
 
 def _set_attributes(
@@ -416,14 +443,15 @@ class Captured:
 
     def same(self, value: object) -> bool:
         """Whether a value is, object for object, what was captured."""
-        return _same(self.root, value, None)
+        return _same(self.root, value, _Comparison(None))
 
 
 class _Walk:
     def __init__(
-        self, tensors: list[Tensor] | None, refuse: Callable[[object], None] | None
+        self, tensors: list[Tensor] | None, refuse: Callable[[object], None] | None = None
     ) -> None:
         self.tensors, self.refuse = tensors, refuse
+        self.iterators = False
         self.memo: dict[
             int, tuple[Any, Any]
         ] = {}  # id -> node, and the value, so that its id stays taken
@@ -434,6 +462,8 @@ class _Walk:
             return value
         if id(value) in self.memo:
             return self.memo[id(value)][0]
+        if kind in _plain_types:  # first, for its class may make isinstance slow
+            return self._object(value, depth)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if kind is tuple or isinstance(value, tuple):
@@ -449,8 +479,10 @@ class _Walk:
             node = _ArrayNode(value)
             self.memo[id(value)] = (node, value)
             return node
-        if self.refuse is not None and _is_iterator(value):
-            self.refuse(value)
+        if _is_iterator(value):
+            self.iterators = True
+            if self.refuse is not None:
+                self.refuse(value)
         return value
 
     def _tensor(self, value: Tensor) -> Any:
@@ -515,20 +547,17 @@ def capture(
 
 
 class Capturing:
-    """A capture of several values, one after the other; the containers that they share stay shared.
-
-    Attributes:
-        iterators: Whether an iterator was among them, which cannot be given again.
-    """
+    """A capture of several values, one after the other; the containers that they share stay shared."""
 
     def __init__(self) -> None:
         self._items: list[Any] = []
         self._tensors: list[Tensor] = []
-        self._walk = _Walk(self._tensors, self._note)
-        self.iterators = False
+        self._walk = _Walk(self._tensors)
 
-    def _note(self, value: object) -> None:
-        self.iterators = True
+    @property
+    def iterators(self) -> bool:
+        """Whether an iterator was among them, which cannot be given again."""
+        return self._walk.iterators
 
     def add(self, value: Any) -> list[Tensor]:
         """Record one more value; return the tensors that were first seen in it."""
@@ -666,12 +695,14 @@ class Survey:
 
     Attributes:
         modules: Every `nn.Module`, each once.
+        attributes: The `own_attributes` of each.
         objects: Callable objects and the owners of bound methods that serve as blocks.
         hooks: Callable objects that serve as forward hooks of the modules.
         rngs: Random generators of torch, NumPy and Python.
     """
 
     modules: list[nn.Module]
+    attributes: list[list[tuple[str, Any]]]
     objects: list[Any]
     hooks: list[Any]
     rngs: list[Any]
@@ -685,17 +716,18 @@ def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
         search.block(block)
     for value in side:
         search.value(value, 0)
-    return Survey(search.modules, search.objects, search.hooks, search.rngs)
+    return Survey(search.modules, search.attributes, search.objects, search.hooks, search.rngs)
 
 
 def _leads_on(value: object) -> bool:
     """Whether a generator or module may be found in a value."""
-    return type(value) not in _ATOMIC or type(value) in _LEADING
+    return type(value) not in _DEAD_ENDS
 
 
 class _Search:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.attributes: list[list[tuple[str, Any]]] = []
         self.objects: list[Any] = []
         self.hooks: list[Any] = []
         self.rngs: list[Any] = []
@@ -738,6 +770,7 @@ class _Search:
         if id(module) not in self.partly:
             self.partly.add(id(module))
             self.modules.append(module)
+            self.attributes.append(own_attributes(module))
         for name in used:
             part = module._modules.get(name)
             if part is not None:
@@ -773,28 +806,34 @@ class _Search:
             if id(module) in self.seen:
                 continue
             self.seen.add(id(module))
+            attributes = own_attributes(module)
             if id(module) not in self.partly:
                 self.modules.append(module)
-            for name, value in module.__dict__.items():
-                if name not in MODULE_INTERNALS and _leads_on(value):
-                    self.value(value, 1)
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                hook = inspect.unwrap(hook)
-                if id(hook) not in self.seen and _is_plain(hook):
-                    self.seen.add(id(hook))
-                    self.hooks.append(hook)
+                self.attributes.append(attributes)
+            for _, value in attributes:
+                self.value(value, 1)
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for hook in hooks.values() if hooks else ():
+                    hook = inspect.unwrap(hook)
+                    if id(hook) not in self.seen and _is_plain(hook):
+                        self.seen.add(id(hook))
+                        self.hooks.append(hook)
             self.globals_of_class(type(module))
-            children = [child for child in module._modules.values() if child is not None]
-            stack.extend(reversed(children))
+            if module._modules:
+                children = [child for child in module._modules.values() if child is not None]
+                stack.extend(reversed(children))
 
     def globals_of(self, function: Any) -> None:
         for inner in _functions(function):
             self.names(_names_reached(inner.__code__, _Namespace(inner.__globals__)))
 
     def globals_of_class(self, kind: type) -> None:
-        if kind not in _reached_by_class:
-            _reached_by_class[kind] = _names_of_class(kind)
-        self.names(_reached_by_class[kind])
+        reached = _reached_by_class.get(id(kind))
+        if reached is None:
+            reached = _reached_by_class[id(kind)] = _names_of_class(kind)
+            weakref.finalize(kind, _reached_by_class.pop, id(kind), None).atexit = False
+        if reached:
+            self.names(reached)
 
     def names(self, reached: _Names) -> None:
         for names, name in reached:
@@ -802,9 +841,12 @@ class _Search:
 
     def value(self, value: Any, depth: int) -> None:
         """Look for generators and for modules that are held outside of `_modules`."""
-        if not _leads_on(value) or isinstance(value, Tensor) or id(value) in self.seen:
+        if not _leads_on(value) or id(value) in self.seen or isinstance(value, Tensor):
             return
-        if is_rng(value):
+        if type(value) in _plain_types:  # first, for its class may make isinstance slow
+            if depth <= MAX_OBJECT_DEPTH:
+                self.inside(value, depth)
+        elif is_rng(value):
             self.seen.add(id(value))
             self.rngs.append(value)
         elif isinstance(value, nn.Module):
@@ -820,8 +862,10 @@ class _Search:
         return any(part is block for part in module.modules() for block in self.blocks)
 
     def inside(self, value: Any, depth: int) -> None:
-        if isinstance(value, dict):
-            items: Iterable[Any] = dict.values(value)
+        if type(value) in _plain_types:
+            items: Iterable[Any] = _attributes(value).values()
+        elif isinstance(value, dict):
+            items = dict.values(value)
         elif isinstance(value, (list, tuple, deque, set)):
             items = value
         elif _is_plain(value):
@@ -851,7 +895,7 @@ class _Namespace:
 
 _Names = tuple[tuple[Mapping[str, Any], str], ...]
 """Names that hold a random generator or module, or may come to do so, each with the namespace that it is in."""
-_reached_by_class: weakref.WeakKeyDictionary[type, _Names] = weakref.WeakKeyDictionary()
+_reached_by_class: dict[int, _Names] = {}  # by id, for as long as the class lives
 _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "blockhooks"))
 
 

@@ -9,7 +9,8 @@ import random
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from blockhooks.plan import Segment
 from blockhooks.recompute import keep_aside
 from blockhooks.run import Run
 from blockhooks.structure import (
-    MODULE_INTERNALS,
     Captured,
     Capturing,
+    Contents,
     Slots,
     Survey,
     atomic,
@@ -69,16 +70,15 @@ class StateSnapshot:
 
 
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks")
-_REGISTRIES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
+_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+_REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_registries = operator.itemgetter(*_REGISTRIES)
 
 
 _GLOBAL_HOOKS: tuple[Any, ...] = (
@@ -119,43 +119,36 @@ def _learned_of(owner: Any) -> _Learned:
 _Holder = MutableMapping[str, Any]  # the dict of a module or object, or its slots
 
 
-class _Place:
-    """A tensor which the forward may change in place: in a registry or attribute of a module, or deeper inside of one.
+_Place = tuple[_Holder | None, str, Tensor, _Learned]
+"""A tensor which the forward may change in place, and where it is: in a registry or attribute, or deeper (None)."""
 
-    `holder` is the dict that it is in, or None where it is found inside of an attribute's value.
-    """
+
+class _Compared:
+    """A place whose tensor is compared after the forward, since it is known to change, or to see whether it does."""
 
     __slots__ = ("before", "holder", "learned", "name", "sums", "tensor", "version")
 
     def __init__(
-        self,
-        holder: _Holder | None,
-        name: str,
-        tensor: Tensor,
-        learned: _Learned,
-        compare: bool,
+        self, holder: _Holder | None, name: str, tensor: Tensor, learned: _Learned
     ) -> None:
         self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
-        self.version = tensor._version if not tensor.is_inference() else None
+        (self.version,) = _versions([tensor])
         self.before: Tensor | None = None
         self.sums: list[int] | None = None
-        known = name in learned.changing
-        if known or (compare and not _wraps(tensor)):
-            if known or not isinstance(tensor, nn.Parameter):
-                self.before = _clone(tensor)
-            else:  # large, and hardly ever changed: a copy of each would be most of what a region holds
-                self.sums = _sums(tensor)
+        if name in learned.changing or not isinstance(tensor, nn.Parameter):
+            self.before = _clone(tensor)
+        else:  # large, and hardly ever changed: a copy of each would be most of what a region holds
+            self.sums = _sums(tensor)
 
     def changed(self) -> bool:
         """Whether the forward has changed the tensor in place."""
-        if self.version is not None and self.tensor._version != self.version:
+        if _versions([self.tensor]) != [self.version]:
             return True
         # Through .data and NumPy no version is counted.
         if self.sums is not None:
             return self.sums != _sums(self.tensor)
-        if self.before is None or _wraps(self.tensor):
-            return False
-        return not _equal(self.before, self.tensor)
+        assert self.before is not None
+        return not _wraps(self.tensor) and not _equal(self.before, self.tensor)
 
     def fresh(self) -> Tensor:
         """The tensor as it was before the forward, for one recompute."""
@@ -164,6 +157,14 @@ class _Place:
         if isinstance(self.tensor, nn.Parameter):
             return nn.Parameter(copy, requires_grad=self.tensor.requires_grad)
         return copy.requires_grad_(self.tensor.requires_grad and self.tensor.is_leaf)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each tensor was changed in place; an inference tensor does not count it."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _wraps(tensor: Tensor | None) -> bool:
@@ -223,40 +224,50 @@ class _State:
         "accumulates",
         "attributes",
         "changed",
+        "compared",
         "contents",
         "empty",
         "flags",
-        "grads",
+        "gradients",
+        "hooked",
         "originals",
+        "owners",
+        "parameters",
         "places",
         "run",
         "side",
         "side_versions",
+        "slotted",
         "stays",
         "structure",
+        "versions",
         "watched",
     )
 
     def __init__(self, run: Run, found: Survey) -> None:
         self.run = run
-        self.contents: list[tuple[_Holder, dict[str, Any]]] = []
-        self.empty: list[dict[str, Any]] = []
+        # Dicts, and what each holds before the forward; the same of slots.
+        self.owners: list[dict[Any, Any]] = [hooks for hooks in _GLOBAL_HOOKS if hooks]
+        self.contents: list[dict[Any, Any]] = [hooks.copy() for hooks in self.owners]
+        self.empty: list[dict[Any, Any]] = [hooks for hooks in _GLOBAL_HOOKS if not hooks]
+        self.slotted: list[tuple[_Holder, dict[str, Any]]] = []
         self.attributes: list[tuple[_Holder, str]] = []
         self.places: list[_Place] = []
-        self.flags: list[tuple[Tensor, bool]] = []
-        self.accumulates = self.changed = False
+        self.compared: list[_Compared] = []
+        self.parameters: list[Tensor] = []
+        self.hooked, self.accumulates, self.changed = bool(self.owners), False, False
         self.stays: str | None = None
         capturing = Capturing()
-        for registry in _GLOBAL_HOOKS:
-            self._registry(registry)
-        for module in found.modules:
-            self._module(module, capturing)
+        for module, attributes in zip(found.modules, found.attributes, strict=True):
+            self._module(module, attributes, capturing)
         for owner in found.objects:
             self._object(owner, capturing)
-        own = len(self.contents)
+        own = len(self.owners), len(self.slotted)
         for owner in found.hooks:
             self._object(owner, capturing)
-        self.grads = [_grad(tensor) for tensor, _ in self.flags]
+        self.versions = _versions([tensor for _, _, tensor, _ in self.places])
+        self.flags = [parameter.requires_grad for parameter in self.parameters]
+        self.gradients = _gradients(self.parameters)
         self.structure: Captured | None = capturing.captured() if self.attributes else None
         self.originals: list[int] = []
         if self.structure is not None:
@@ -268,12 +279,14 @@ class _State:
         self.side_versions: list[int] = []
         if run.args or run.kwargs:
             self._side_inputs()
-        self.watched = _Watch(found, self, own) if _any_hooks(found.modules) else None
+        self.watched = _Watch(found, self, own) if self.hooked else None
 
     # ---- capture -----------------------------------------------------------------------------------------------
 
-    def _module(self, module: nn.Module, capturing: Capturing) -> None:
-        attributes = module.__dict__
+    def _module(
+        self, module: nn.Module, attributes: list[tuple[str, Any]], capturing: Capturing
+    ) -> None:
+        owner = module.__dict__
         learned = _learned_of(module)
         lazy = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
         if lazy:
@@ -282,64 +295,84 @@ class _State:
             # Its statistics change without a new version, whenever the momentum is not 0.
             learned.changing.update(("running_mean", "running_var"))
         compare = not lazy and learned.due(module.training)
-        for name in _REGISTRIES:
-            registry = attributes[name]
-            if not registry:
+        registries = _registries(owner)
+        parameters, buffers = registries[:2]
+        if any(registries[3:]):
+            self.hooked = True
+        if parameters:
+            for name, parameter in parameters.items():
+                if parameter is None or (lazy and is_lazy(parameter)):
+                    continue
+                self.parameters.append(parameter)
+                self._place(parameters, name, parameter, learned, compare)
+                if _wraps(parameter):
+                    # Sharded parameters (FSDP) are swapped for whole ones, at times that the recompute has no say in.
+                    registries = registries[1:]
+        if buffers:
+            for name, buffer in buffers.items():
+                if buffer is not None and not (lazy and is_lazy(buffer)):
+                    self._place(buffers, name, buffer, learned, compare)
+        for registry in registries:
+            if registry:
+                self._dict(registry)
+            else:
                 self.empty.append(registry)
-            # Sharded parameters (FSDP) are swapped for whole ones, at times that the recompute has no say in.
-            elif name != "_parameters" or not any(map(_wraps, registry.values())):
-                self.contents.append((registry, registry.copy()))
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not (lazy and is_lazy(parameter)):
-                self.flags.append((parameter, parameter.requires_grad))
-                self._place(module._parameters, name, parameter, learned, compare)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not (lazy and is_lazy(buffer)):
-                self._place(module._buffers, name, buffer, learned, compare)
-        self._owner(attributes, capturing, learned, compare)
+        contents = self._dict(owner)
+        if attributes:
+            self._owner(owner, contents, attributes, capturing, learned, compare)
 
-    def _registry(self, registry: dict[Any, Any]) -> None:
-        if registry:
-            self.contents.append((registry, registry.copy()))
-        else:
-            self.empty.append(registry)
+    def _dict(self, owner: dict[str, Any]) -> dict[str, Any]:
+        contents = owner.copy()
+        self.owners.append(owner)
+        self.contents.append(contents)
+        return contents
 
     def _object(self, owner: Any, capturing: Capturing) -> None:
         learned = _learned_of(owner)
         compare = learned.due(True)
         attributes = getattr(owner, "__dict__", None)
         if attributes is not None:
-            self._owner(attributes, capturing, learned, compare)
+            contents = self._dict(attributes)
+            self._owner(attributes, contents, contents.items(), capturing, learned, compare)
         slots = Slots(owner)
         if len(slots):
-            self._owner(slots, capturing, learned, compare)
+            contents = dict(slots)
+            self.slotted.append((slots, contents))
+            self._owner(slots, contents, contents.items(), capturing, learned, compare)
 
     def _owner(
-        self, attributes: _Holder, capturing: Capturing, learned: _Learned, compare: bool
+        self,
+        owner: _Holder,
+        contents: dict[str, Any],
+        attributes: Iterable[tuple[str, Any]],
+        capturing: Capturing,
+        learned: _Learned,
+        compare: bool,
     ) -> None:
-        contents = dict(attributes)
-        self.contents.append((attributes, contents))
-        for name, value in contents.items():
-            if name in MODULE_INTERNALS or atomic(value):
+        for name, value in list(attributes):
+            if atomic(value):
                 continue
             if isinstance(value, Tensor):
-                self._place(attributes, name, value, learned, compare)
+                self._place(owner, name, value, learned, compare)
                 contents[name] = _without_graph(value)
             elif not isinstance(value, (nn.Module, random.Random)):
-                self.attributes.append((attributes, name))
+                self.attributes.append((owner, name))
                 for tensor in capturing.add(value):
                     self._place(None, name, tensor, learned, compare)
 
     def _place(
         self, holder: _Holder | None, name: str, tensor: Tensor, learned: _Learned, compare: bool
     ) -> None:
-        self.places.append(_Place(holder, name, tensor, learned, compare))
+        if name in learned.changing or (compare and not _wraps(tensor)):
+            self.compared.append(_Compared(holder, name, tensor, learned))
+        else:
+            self.places.append((holder, name, tensor, learned))
 
     def _side_inputs(self) -> None:
         side = capture(self.run.side(), take_tensors=True, refuse=self._refuse_iterator)
         if side.tensors or not side.constant:
             self.side = side
-            self.side_versions = [0 if t.is_inference() else t._version for t in side.tensors]
+            self.side_versions = _versions(side.tensors)
             self.run.side_carried = True
 
     def _refuse_iterator(self, value: object) -> None:
@@ -358,103 +391,160 @@ class _State:
         if failed:
             return None
         reason = self.stays
-        changing = []
-        for place in self.places:
-            if place.changed():
-                place.learned.changing.add(place.name)
-                if place.before is None:
-                    reason = f"it has changed {place.name!r} in place for the first time"
-                changing.append(place)
-        self.places = changing
-        if self.side is not None and any(
-            not tensor.is_inference() and tensor._version != version
-            for tensor, version in zip(self.side.tensors, self.side_versions, strict=True)
-        ):
+        versions = _versions([tensor for _, _, tensor, _ in self.places])
+        if versions != self.versions:
+            for place, before, after in zip(self.places, self.versions, versions, strict=True):
+                if before != after:
+                    _, name, _, learned = place
+                    learned.changing.add(name)
+                    reason = _first_time(name)
+        if self.compared:
+            self.compared = [place for place in self.compared if place.changed()]
+        for compared in self.compared:
+            compared.learned.changing.add(compared.name)
+            if compared.before is None:
+                reason = _first_time(compared.name)
+        if self.side is not None and _versions(self.side.tensors) != self.side_versions:
             reason = "it changes a tensor of its side inputs in place"
-        self.accumulates = any(
-            before is not now or version != now_version
-            for (before, version), (now, now_version) in zip(
-                self.grads, [_grad(tensor) for tensor, _ in self.flags], strict=True
-            )
+        (before_gradients, before_counts), (gradients, counts) = (
+            self.gradients,
+            _gradients(self.parameters),
         )
-        self.grads = []
-        self.changed = self.structure is not None and not self._same_attributes()
+        self.accumulates = before_counts != counts or not all(
+            map(operator.is_, before_gradients, gradients)
+        )
+        self.gradients = [], []
+        self.places, self.versions = [], []
+        self.changed = self.structure is not None and not self.same_attributes()
         return reason
 
-    def _same_attributes(self) -> bool:
+    def same_attributes(self) -> bool:
+        """Whether what the attributes hold is what they held before the forward."""
         assert self.structure is not None
         return self.structure.same([owner.get(name) for owner, name in self.attributes])
 
     # ---- around a recompute ------------------------------------------------------------------------------------
 
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        return self._restored()
+    def __call__(self) -> _Restored:
+        return _Restored(self)
 
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def untouched(self) -> bool:
+        """Whether dicts and slots hold the very things that they held before the forward, in the same order."""
+        owners, contents = self.owners, self.contents
+        return (
+            not any(self.empty)
+            and list(map(len, owners)) == list(map(len, contents))
+            and list(chain.from_iterable(owners)) == list(chain.from_iterable(contents))
+            and all(map(operator.is_, _values(owners), _values(contents)))
+            and all(_holds(owner, held) for owner, held in self.slotted)
+        )
+
+    def put_back(self, contents: Iterable[tuple[_Holder, dict[str, Any]]]) -> None:
+        """Give dicts and slots these contents; those that were empty before the forward, none."""
+        for registry in self.empty:
+            registry.clear()
+        for holder, held in contents:
+            _fill(holder, held)
+
+    def all_contents(self) -> Iterator[tuple[_Holder, dict[str, Any]]]:
+        """What each dict, and what each object's slots, held before the forward."""
+        yield from zip(self.owners, self.contents, strict=True)
+        yield from self.slotted
+
+
+def _first_time(name: str) -> str:
+    return f"it has changed {name!r} in place for the first time"
+
+
+class _Restored(contextlib.AbstractContextManager[None]):
+    """The state before the forward, in place for one recompute; and what was there, put back after it."""
+
+    __slots__ = ("_flags", "_gradients", "_now", "_own", "_side", "_state")
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+        self._own: Contents | None = None
+        self._side: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        state = self._state
         # What is as the forward found it needs no copy: in most regions, everything.
-        now = [
-            (holder, contents if _holds(holder, contents) else dict(holder))
-            for holder, contents in self.contents
-        ]
-        now += [(registry, dict(registry)) for registry in self.empty if registry]
-        flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
-        side = None if self.side is None else self.side.rebuild(self.side.tensors)
-        # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
-        held = [holder[name] for holder, name in self.attributes if name in holder]
-        own = contents_of([held, side]) if held or side is not None else None
+        self._now: list[tuple[_Holder, dict[str, Any]]] | None = None
+        if not state.untouched():
+            self._now = [(owner, dict(owner)) for owner, _ in state.all_contents()]
+            self._now += [(registry, dict(registry)) for registry in state.empty if registry]
+        self._flags = [parameter.requires_grad for parameter in state.parameters]
+        side = None if state.side is None else state.side.rebuild(state.side.tensors)
+        if state.attributes or side is not None:
+            # An early stop may leave the user's own containers half-way, also where the forward leaves them as they were.
+            held = [holder[name] for holder, name in state.attributes if name in holder]
+            self._own = contents_of([held, side])
         # A backward inside of the region has its effect once.
-        grads = [(tensor, tensor.grad) for tensor, _ in self.flags] if self.accumulates else []
+        self._gradients = [(t, t.grad) for t in state.parameters] if state.accumulates else []
         try:
-            self._set(now)
-            for tensor, _ in grads:
-                tensor.grad = None
-            with contextlib.nullcontext() if side is None else self.run.side_inputs(*side):
-                yield
-        finally:
-            if own is not None:
-                own.put_back()
-            for registry in self.empty:
-                registry.clear()
-            for holder, contents in now:
-                _fill(holder, contents)
-            _set_flags(flags)
-            for tensor, grad in grads:
-                tensor.grad = grad
+            self._set()
+            if side is not None:
+                self._side = state.run.side_inputs(*side)
+                self._side.__enter__()
+        except BaseException:
+            self._put_back()
+            raise
 
-    def _set(self, now: list[tuple[_Holder, dict[str, Any]]]) -> None:
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._side is not None:
+                self._side.__exit__(None, None, None)
+        finally:
+            self._put_back()
+
+    def _set(self) -> None:
+        state = self._state
+        for tensor, _ in self._gradients:
+            tensor.grad = None
         fresh: dict[int, Tensor] = {}  # one tensor may have several places
-        for place in self.places:
+        for place in state.compared:
             if id(place.tensor) not in fresh:
                 fresh[id(place.tensor)] = place.fresh()
         copies = None
-        if self.structure is not None and (self.changed or fresh or not self._same_attributes()):
-            copies = self.structure.rebuild(
+        structure = state.structure
+        if structure is not None and (state.changed or fresh or not state.same_attributes()):
+            copies = structure.rebuild(
                 [
                     fresh.get(original, tensor)
-                    for original, tensor in zip(self.originals, self.structure.tensors, strict=True)
+                    for original, tensor in zip(state.originals, structure.tensors, strict=True)
                 ]
             )
-        for registry in self.empty:
-            registry.clear()
-        for (holder, contents), (_, present) in zip(self.contents, now, strict=False):
-            if present is not contents:
-                _fill(holder, contents)
+        if self._now is not None:
+            state.put_back(state.all_contents())
         if copies is not None:
-            for (holder, name), copy in zip(self.attributes, copies, strict=True):
+            for (holder, name), copy in zip(state.attributes, copies, strict=True):
                 holder[name] = copy
-        for place in self.places:
+        for place in state.compared:
             if place.holder is not None:
                 place.holder[place.name] = fresh[id(place.tensor)]
-        if self.watched is not None:
-            self.watched.silence()
-        _set_flags(self.flags)
+        if state.watched is not None:
+            state.watched.silence()
+        _set_flags(state.parameters, state.flags)
+
+    def _put_back(self) -> None:
+        state = self._state
+        if self._own is not None:
+            self._own.put_back()
+        if self._now is not None or not state.untouched():
+            state.put_back(state.all_contents() if self._now is None else self._now)
+        _set_flags(state.parameters, self._flags)
+        for tensor, grad in self._gradients:
+            tensor.grad = grad
 
 
-def _grad(tensor: Tensor) -> tuple[Tensor | None, int]:
-    """A parameter's gradient, and how often it was changed in place."""
-    grad = tensor.grad
-    return grad, 0 if grad is None else grad._version
+def _values(dicts: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
+def _gradients(tensors: list[Tensor]) -> tuple[list[Tensor | None], list[int]]:
+    """Parameters' gradients, and how often each was changed in place."""
+    gradients = [tensor.grad for tensor in tensors]
+    return gradients, [0 if grad is None else grad._version for grad in gradients]
 
 
 def _holds(holder: _Holder, contents: dict[str, Any]) -> bool:
@@ -471,17 +561,14 @@ def _fill(holder: _Holder, contents: dict[str, Any]) -> None:
         holder.update(contents)
 
 
-def _set_flags(flags: list[tuple[Tensor, bool]]) -> None:
-    for tensor, flag in flags:
-        if tensor.requires_grad is not flag and tensor.is_leaf:
-            tensor.requires_grad_(flag)
+def _set_flags(tensors: list[Tensor], flags: list[bool]) -> None:
+    if [tensor.requires_grad for tensor in tensors] != flags:
+        for tensor, flag in zip(tensors, flags, strict=True):
+            if tensor.requires_grad is not flag and tensor.is_leaf:
+                tensor.requires_grad_(flag)
 
 
 # ---- forward hooks of modules ----------------------------------------------------------------------------------------
-
-
-def _any_hooks(modules: list[nn.Module]) -> bool:
-    return any(_GLOBAL_HOOKS) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 class _Watch:
@@ -492,8 +579,8 @@ class _Watch:
 
     __slots__ = ("hooks", "observers", "own", "rngs", "state")
 
-    def __init__(self, found: Survey, state: _State, own: int) -> None:
-        # A hook may have a state of its own, which is no state of the modules: `own` ends theirs in `state.contents`.
+    def __init__(self, found: Survey, state: _State, own: tuple[int, int]) -> None:
+        # A hook may have a state of its own, which is no state of the modules: `own` counts theirs in `state`.
         self.state, self.own = weakref.ref(state), own
         self.rngs = (torch.default_generator, random, sys.modules.get("numpy.random"), *found.rngs)
         self.hooks: list[tuple[OrderedDict[int, Any], int, Any, _Watched]] = []
@@ -531,13 +618,17 @@ class _Watch:
                 for name, value in holder.items()
                 if name not in _REGISTRIES and not isinstance(value, _Watched)
             }
-            for holder, _ in state.contents[: self.own]
+            for holder in (
+                *state.owners[: self.own[0]],
+                *(slots for slots, _ in state.slotted[: self.own[1]]),
+            )
         ]
 
     def versions(self) -> list[int]:
         state = self.state()
         assert state is not None
-        return [0 if p.tensor.is_inference() else p.tensor._version for p in state.places]
+        tensors = [tensor for _, _, tensor, _ in state.places]
+        return _versions(tensors + [place.tensor for place in state.compared])
 
 
 class _Watched:
