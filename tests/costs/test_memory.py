@@ -143,6 +143,19 @@ def test_no_tensor_is_left_to_the_garbage_collector(how, plans):
     assert [value for value in garbage if isinstance(value, torch.Tensor)] == []
 
 
+@pytest.mark.parametrize("block", [Failing, lambda *sizes: torch.nn.Sequential(Failing(*sizes))])
+def test_a_checkpointed_step_leaves_nothing_to_the_garbage_collector(block):
+    hooks = HookChain([Checkpoint()])
+    blocks = [block(4, 4) for _ in range(4)]
+
+    def action():
+        x = torch.randn(2, 4, requires_grad=True)
+        apply_blocks(blocks, x, hooks=hooks).sum().backward()
+
+    action()
+    assert garbage_of(action) == []
+
+
 def test_the_search_for_garbage_finds_a_tensor():
     def action():
         cycle = [torch.ones(1)]
