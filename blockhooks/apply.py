@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blockhooks.chain import HookChain, Hooks
+from blockhooks.errors import HookError
 from blockhooks.lowering import lower, may_recompute, run_lowered
 from blockhooks.run import Block, Hidden, Run
 
@@ -44,10 +45,12 @@ def apply_blocks(
         The last x.
 
     Raises:
-        HookError: If something in `hooks` is no plugin, or a hook returned what it must not.
+        HookError: If `blocks` is no iterable, something in `hooks` is no plugin, or a hook returned what it must not.
         PlanError: If a plan does not cover the blocks.
         RecomputeError: In the backward, if a region could not be executed again as in the forward.
     """
+    if not torch.compiler.is_compiling():
+        blocks = _iterated(blocks)
     if hooks is None or (isinstance(hooks, (tuple, list)) and not hooks):
         return _plain(blocks, x, args, kwargs, carry, collect)
     if torch.compiler.is_compiling():
@@ -58,6 +61,16 @@ def apply_blocks(
             return run_lowered(plan, blocks, x, args, kwargs, carry, collect, recompute)
         return _uncompiled(blocks, x, args, kwargs, hooks, carry, collect)
     return _hooked(blocks, x, args, kwargs, hooks, carry, collect)
+
+
+def _iterated(blocks: Iterable[Block]) -> Iterable[Block]:
+    try:
+        return iter(blocks)
+    except TypeError:
+        raise HookError(
+            f"apply_blocks expected an iterable of blocks, found a {type(blocks).__name__}. A single block is a list of "
+            "one: apply_blocks([block], x, ...)."
+        ) from None
 
 
 def _hooked(

@@ -17,6 +17,7 @@ of hooks keep their type; they get a note that names blocks, phase and plugins.
 
 from __future__ import annotations
 
+import operator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -87,6 +88,21 @@ class MissingExtraError(BlockhooksError, ImportError):
 
 class BlockhooksWarning(UserWarning):
     """Something will work, but probably not as it was meant."""
+
+
+def check_count(value: Any, name: str) -> int:
+    """Check a number that somebody gave as an argument.
+
+    Args:
+        value: The number.
+        name: The argument, as in ``"Selective(min_bytes=...)"``.
+
+    Raises:
+        HookError: If it is no integer of at least 0.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise HookError(f"{name} expected an integer of at least 0, found {value!r}.")
+    return operator.index(value)
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from blockhooks.errors import HookError
+from blockhooks.errors import HookError, check_count
 from blockhooks.hookspecs import hookimpl
 from blockhooks.offloading import Offloader
 from blockhooks.plan import Segment
@@ -55,8 +55,8 @@ class Offload:
         if to not in get_args(To):
             raise HookError(f"Offload(to={to!r}): expected 'cpu' or 'disk'.")
         for name, nbytes in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
-            if nbytes is not None and nbytes < 0:
-                raise HookError(f"Offload({name}={nbytes}): expected a number of at least 0.")
+            if nbytes is not None:
+                check_count(nbytes, f"Offload({name}=...)")
         if directory is not None and to != "disk":
             raise HookError(
                 f"Offload(directory={directory!r}): expected to='disk' with it, found to={to!r}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from blockhooks.errors import HookError
+from blockhooks.errors import check_count
 from blockhooks.hookspecs import hookimpl
 from blockhooks.plan import Segment
 from blockhooks.rebuild import Rebuilder
@@ -29,7 +29,7 @@ class Selective:
         min_bytes: Tensors smaller than this are kept: dropping them would gain nothing.
 
     Raises:
-        HookError: If `min_bytes` is negative.
+        HookError: If `min_bytes` is no integer of at least 0.
 
     Note:
         Side: outside. Changing an activation through ``.data`` before it is saved goes unnoticed by autograd, and here.
@@ -39,9 +39,7 @@ class Selective:
     """
 
     def __init__(self, *, min_bytes: int = 16384) -> None:
-        if min_bytes < 0:
-            raise HookError(f"Selective(min_bytes={min_bytes}): expected a number of at least 0.")
-        self._rebuilder = Rebuilder(min_bytes)
+        self._rebuilder = Rebuilder(check_count(min_bytes, "Selective(min_bytes=...)"))
 
     @hookimpl(wrapper=True)
     def run_segment(self, run: Run, segment: Segment) -> Generator[None, Any, Any]:

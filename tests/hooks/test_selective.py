@@ -489,9 +489,10 @@ def _gradient(run, block):
     return x
 
 
-def test_arguments_are_checked():
+@pytest.mark.parametrize("min_bytes", [-1, "1MB", 0.5, True])
+def test_arguments_are_checked(min_bytes):
     with pytest.raises(
-        HookError, match=r"Selective\(min_bytes=-1\): expected a number of at least 0"
+        HookError, match=r"Selective\(min_bytes=...\) expected an integer of at least 0, found"
     ):
-        Selective(min_bytes=-1)
+        Selective(min_bytes=min_bytes)
     assert repr(Selective(min_bytes=7)) == "Selective(min_bytes=7)"

@@ -230,6 +230,14 @@ def test_something_else_than_plugins_is_refused(hooks):
         apply_blocks([torch.sin], leaf(3), hooks=hooks)
 
 
+@pytest.mark.parametrize("hooks", [(), [Checkpoint()]], ids=repr)
+def test_a_single_block_is_refused(hooks):
+    with pytest.raises(
+        HookError, match=r"iterable of blocks, found a Linear.*apply_blocks\(\[block\]"
+    ):
+        apply_blocks(torch.nn.Linear(3, 3), leaf(3), hooks=hooks)
+
+
 def test_nested_runs_of_different_hooks():
     def step(run):
         inner, x = layers(2, dropout=0.2), leaf(3, 4)
