@@ -35,7 +35,7 @@ from blockhooks.models.report import (
 )
 from blockhooks.models.spanning import SpanningRegion, SpanningRun, spanning_checkpoint
 from blockhooks.plan import Mode, Segment
-from blockhooks.run import Run
+from blockhooks.run import Hidden, Run
 
 __all__ = ["Handle", "attach"]
 
@@ -325,11 +325,16 @@ class _Attached:
         if index == planned.stop - 1:
             self.end_region()
 
-    def spanning(self, index: int, planned: Segment, outside: Any, x: Tensor) -> SpanningRegion:
-        """The region of several blocks that a call continues, or a new one."""
-        if self.open is not None and not self.open.continues(index, x, outside):
+    def spanning(
+        self, index: int, planned: Segment, outside: Any, x: Hidden
+    ) -> SpanningRegion | None:
+        """The region of several blocks that a call continues, or a new one; none where x is not a tensor."""
+        single = isinstance(x, Tensor)
+        if not single or (self.open is not None and not self.open.continues(index, x, outside)):
             self.record.divided.append(self.names[index])
             self.end_region()
+        if not single:
+            return None
         if self.open is None:
             assert self.checkpoint is not None
             self.open = SpanningRegion(planned, index, self.checkpoint, outside)

@@ -236,8 +236,8 @@ class StackRecord:
         if long and not self.spans:
             yield f"{where}: planned in segments of several blocks, executed block by block, as the hooks want it."
         if self.divided:
-            at = ", ".join(self.divided)
-            yield f"{where}: segments are divided where x was not handed on untouched: before {at}."
+            at = ", ".join(dict.fromkeys(self.divided))
+            yield f"{where}: segments are divided where x was not handed on as one untouched tensor: before {at}."
         reasons: dict[str, list[str]] = {}
         for block in self.blocks:
             if block.reason is not None:

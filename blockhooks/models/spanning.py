@@ -205,20 +205,24 @@ class SpanningRun(Run):
     """The run of one block whose region is a piece of a larger one.
 
     Attributes:
-        spanning: Gives the larger region for the x that the block's region is called with.
+        spanning: Gives the larger region for an x that the block is called with, if there is one.
     """
 
     __slots__ = ("spanning",)
 
     def __init__(
-        self, spanning: Callable[[Tensor], SpanningRegion], *args: Any, **kwargs: Any
+        self, spanning: Callable[[Hidden], SpanningRegion | None], *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.spanning = spanning
 
     def run_segments(self, segments: Sequence[Segment], x: Hidden, recomputing: bool) -> Hidden:
-        """Execute the one segment."""
+        """Execute the one segment, as a piece, or by itself where x is not a tensor."""
         (segment,) = segments
+        if not isinstance(x, Tensor):
+            self.spanning(x)
+            alone = Segment(segment.start, segment.stop)
+            return super().run_segments((alone,), x, recomputing)
         return self.hooks.run_segment(self, segment, _SpannedRegion(self, segment), x, recomputing)
 
 
@@ -231,6 +235,5 @@ class _SpannedRegion(Region):
 
     def __call__(self, x: Hidden) -> Hidden:
         region = Region(self.run, self.segment)
-        if not isinstance(x, Tensor) or not can_recompute():
-            return region(x)
-        return self.run.spanning(x).run(self.segment.start, region, x)
+        larger = self.run.spanning(x) if can_recompute() else None
+        return region(x) if larger is None else larger.run(self.segment.start, region, x)

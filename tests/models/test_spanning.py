@@ -105,7 +105,8 @@ def test_a_segment_is_divided_where_x_is_not_handed_on_untouched():
         assert same(step(plain, sequence()), step(hooked, sequence()))
         (warning,) = handle.report().warnings
     assert warning == (
-        "layers: segments are divided where x was not handed on untouched: before layers.2, layers.5."
+        "layers: segments are divided where x was not handed on as one untouched tensor: "
+        "before layers.2, layers.5."
     )
     again = [int(event[6:]) for event in watch.events if event.startswith("again")]
     assert again == [5, 6, 2, 3, 4, 0, 1]
@@ -279,3 +280,35 @@ def test_nested_segments_are_recomputed_as_by_apply_blocks(name):
         assert handle.report().warnings == []
     assert theirs.events == ours.events
     assert len([event for event in ours.events if event.startswith("again")]) > 2 * 9
+
+
+def test_blocks_that_hand_on_a_dict_are_recomputed_one_by_one():
+    class Named(Block):
+        def forward(self, parts):
+            return {"x": super().forward(parts["x"]), "seen": parts["seen"] + 1}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Named() for _ in range(3)])
+
+        def forward(self, x):
+            parts = {"x": x, "seen": 0}
+            for layer in self.layers:
+                parts = layer(parts)
+            return parts["x"] * parts["seen"]
+
+    plain = Model()
+    hooked = copy.deepcopy(plain)
+    with attach(hooked, [Checkpoint(plan.every(3))]) as handle:
+        for _ in range(2):
+            assert same(step(plain, sequence()), step(hooked, sequence()))
+        report = handle.report()
+        assert [block["done"] for block in report.stacks[0]["blocks"]] == ["recomputed"] * 3
+        assert report.warnings == [
+            "layers: segments are divided where x was not handed on as one untouched tensor: "
+            "before layers.0, layers.1, layers.2."
+        ]
+        kept = saved_bytes(hooked, sequence())
+    with attach(hooked, [Checkpoint()]):
+        assert saved_bytes(hooked, sequence()) == kept
