@@ -39,7 +39,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 
 from blockhooks.ambient import Ambient
 from blockhooks.errors import HookError, RecomputeError
-from blockhooks.structure import capture
+from blockhooks.structure import capture, versions_of
 
 __all__ = [
     "Check",
@@ -169,6 +169,9 @@ def _refuse_hooks_but_ours(error_message: str) -> Iterator[None]:
 torch.autograd.graph.disable_saved_tensors_hooks = _refuse_hooks_but_ours
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class Frame(PackHook):
     """One execution of a region in a forward, and what is needed to execute it again.
 
@@ -223,12 +226,12 @@ class Frame(PackHook):
         self._holders: list[weakref.ref[_Holder]] = []
         self._prints: list[Any] = []
         self._late: list[int] = []  # of those that may get their values after they were saved
-        self._overwritten: frozenset[int] = frozenset()
+        self._overwritten = _NONE
         self._recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
-        self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in tensors]
+        self._saved = [_make_saved_tensor(tensor, False) for tensor in tensors]
         # Of the user's: an unpacked or detached tensor has none of them.
-        self._attributes = {i: dict(t.__dict__) for i, t in enumerate(tensors) if t.__dict__}
+        self._attributes = [tensor.__dict__.copy() for tensor in tensors]
         self.ambient = Ambient.now()
         self._context = contextvars.copy_context()
         self._lock = threading.RLock()
@@ -269,9 +272,10 @@ class Frame(PackHook):
         for index in range(max(0, len(taken) - _SAVED_TOGETHER), len(taken)):
             if not versions[index] and not _settled(taken[index]) and index not in late:
                 late.append(index)
-        if [tensor._version for tensor in taken] != versions:
+        now = [tensor._version for tensor in taken]
+        if now != versions:
             self._overwritten = frozenset(
-                index for index, tensor in enumerate(taken) if tensor._version != versions[index]
+                index for index, version in enumerate(versions) if version != now[index]
             )
         if self._check == "values":
             for index in late:
@@ -382,9 +386,9 @@ class Frame(PackHook):
             ) from error
         # A graph of its own: what the function does to its inputs' graph (hooks, a backward) stays in the recompute.
         alone = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
-        for index, attributes in self._attributes.items():
-            if alone[index] is not tensors[index] or not alone[index].__dict__:
-                alone[index].__dict__.update(attributes)
+        for tensor, found, attributes in zip(alone, tensors, self._attributes, strict=True):
+            if attributes and (tensor is not found or not tensor.__dict__):
+                tensor.__dict__.update(attributes)
         return alone
 
     def _execute(self, args: tuple[Any, ...], kwargs: dict[str, Any], replay: _Replay) -> None:
@@ -781,7 +785,7 @@ def checkpointed(
         captured = capture((args, kwargs), take_tensors=True, refuse=_refuse_iterator(describe))
         inputs, rebuild = captured.tensors, captured.rebuild
         captured.tensors = []
-    versions = [0 if t.is_inference() else t._version for t in inputs]
+    versions = versions_of(inputs)
     frame = Frame(function, inputs, rebuild, contexts, early_stop, check, describe)
     token = _OPEN.set(frame)  # as `taking` does; a context costs as much as all of this
     try:
@@ -802,7 +806,7 @@ def checkpointed(
     finally:
         _OPEN.reset(token)
     reason = None
-    if versions != [0 if t.is_inference() else t._version for t in inputs]:
+    if versions != versions_of(inputs):
         reason = "it changes an input in place"
     for factory in contexts:
         reason = forward_done(factory, failed=False) or reason

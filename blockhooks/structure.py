@@ -50,6 +50,7 @@ __all__ = [
     "rng_state",
     "survey",
     "tensors_in",
+    "versions_of",
 ]
 
 MAX_OBJECT_DEPTH = 5
@@ -84,6 +85,15 @@ _plain_types: set[type] = set()
 def atomic(value: object) -> bool:
     """Whether a value is passed on as it is: neither container, nor tensor, nor an object with a state."""
     return type(value) in _ATOMIC
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place; 0 for an inference tensor, which does not count it."""
+    tensors = tuple(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:

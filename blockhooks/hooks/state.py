@@ -34,6 +34,7 @@ from blockhooks.structure import (
     capture,
     contents_of,
     rng_state,
+    versions_of,
 )
 
 __all__ = ["StateSnapshot"]
@@ -132,7 +133,7 @@ class _Compared:
         self, holder: _Holder | None, name: str, tensor: Tensor, learned: _Learned
     ) -> None:
         self.holder, self.name, self.tensor, self.learned = holder, name, tensor, learned
-        (self.version,) = _versions([tensor])
+        (self.version,) = versions_of([tensor])
         self.before: Tensor | None = None
         self.sums: list[int] | None = None
         if name in learned.changing or not isinstance(tensor, nn.Parameter):
@@ -142,7 +143,7 @@ class _Compared:
 
     def changed(self) -> bool:
         """Whether the forward has changed the tensor in place."""
-        if _versions([self.tensor]) != [self.version]:
+        if versions_of([self.tensor]) != [self.version]:
             return True
         # Through .data and NumPy no version is counted.
         if self.sums is not None:
@@ -157,14 +158,6 @@ class _Compared:
         if isinstance(self.tensor, nn.Parameter):
             return nn.Parameter(copy, requires_grad=self.tensor.requires_grad)
         return copy.requires_grad_(self.tensor.requires_grad and self.tensor.is_leaf)
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    """How often each tensor was changed in place; an inference tensor does not count it."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _wraps(tensor: Tensor | None) -> bool:
@@ -265,7 +258,7 @@ class _State:
         own = len(self.owners), len(self.slotted)
         for owner in found.hooks:
             self._object(owner, capturing)
-        self.versions = _versions([tensor for _, _, tensor, _ in self.places])
+        self.versions = versions_of(tensor for _, _, tensor, _ in self.places)
         self.flags = [parameter.requires_grad for parameter in self.parameters]
         self.gradients = _gradients(self.parameters)
         self.structure: Captured | None = capturing.captured() if self.attributes else None
@@ -372,7 +365,7 @@ class _State:
         side = capture(self.run.side(), take_tensors=True, refuse=self._refuse_iterator)
         if side.tensors or not side.constant:
             self.side = side
-            self.side_versions = _versions(side.tensors)
+            self.side_versions = versions_of(side.tensors)
             self.run.side_carried = True
 
     def _refuse_iterator(self, value: object) -> None:
@@ -391,7 +384,7 @@ class _State:
         if failed:
             return None
         reason = self.stays
-        versions = _versions([tensor for _, _, tensor, _ in self.places])
+        versions = versions_of(tensor for _, _, tensor, _ in self.places)
         if versions != self.versions:
             for place, before, after in zip(self.places, self.versions, versions, strict=True):
                 if before != after:
@@ -404,7 +397,7 @@ class _State:
             compared.learned.changing.add(compared.name)
             if compared.before is None:
                 reason = _first_time(compared.name)
-        if self.side is not None and _versions(self.side.tensors) != self.side_versions:
+        if self.side is not None and versions_of(self.side.tensors) != self.side_versions:
             reason = "it changes a tensor of its side inputs in place"
         (before_gradients, before_counts), (gradients, counts) = (
             self.gradients,
@@ -628,7 +621,7 @@ class _Watch:
         state = self.state()
         assert state is not None
         tensors = [tensor for _, _, tensor, _ in state.places]
-        return _versions(tensors + [place.tensor for place in state.compared])
+        return versions_of(tensors + [place.tensor for place in state.compared])
 
 
 class _Watched:

@@ -31,6 +31,7 @@ from blockhooks.recompute import (
     taking,
 )
 from blockhooks.run import Hidden, Region, Run
+from blockhooks.structure import versions_of
 
 __all__ = ["SpanningRegion", "SpanningRun", "spanning_checkpoint"]
 
@@ -71,7 +72,7 @@ class SpanningRegion:
         self._children = _Children(segment, checkpoint)
         self._frame: Frame | None = None
         self._pieces: list[_Piece] = []
-        self._last: tuple[weakref.ref[Tensor], int] | None = None
+        self._last: tuple[weakref.ref[Tensor], list[int]] | None = None
 
     def continues(self, index: int, x: Tensor, outside: Any) -> bool:
         """Whether a block's call is the next piece.
@@ -82,7 +83,7 @@ class SpanningRegion:
         if self._frame is None or index != self.next or self._last is None:
             return False
         tensor, version = self._last
-        untouched = tensor() is x and _version(x) == version
+        untouched = tensor() is x and versions_of([x]) == version
         return untouched and outside == self._outside and self._frame.ambient.holds()
 
     def run(self, index: int, region: Region, x: Tensor) -> Hidden:
@@ -91,7 +92,7 @@ class SpanningRegion:
         if self._frame is None:
             self._frame = self._begin(x, region)
         frame = self._frame
-        version = _version(x)
+        version = versions_of([x])
         try:
             with taking(frame):
                 result = self._children.run(index, region, x)
@@ -102,11 +103,11 @@ class SpanningRegion:
             raise
         for factory in contexts:
             self.reason = forward_done(factory, failed=False) or self.reason
-        if _version(x) != version:
+        if versions_of([x]) != version:
             self.reason = "it changes an input in place"
         self._pieces.append(_Piece(region, contexts))
         self.next = index + 1
-        self._last = (weakref.ref(result), _version(result)) if isinstance(result, Tensor) else None
+        self._last = (weakref.ref(result), versions_of([result])) if isinstance(result, Tensor) else None
         return result
 
     def end(self) -> None:
@@ -136,10 +137,6 @@ class SpanningRegion:
             return f"{run.describe(start, start + len(pieces))} (hooks: {run.hooks.describe()})"
 
         return Frame(again, (x,), just_one, (), checkpoint.early_stop, checkpoint.check, describe)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Children:
