@@ -6,7 +6,7 @@ Three searches, and the best of what they find by exact prediction:
   works on memory in slots. Sizes are rounded such that sums of neighbours stay right to half a slot, and what comes
   out is predicted to the byte before it is taken;
 * the first k blocks recomputed and the rest kept, exactly, for every k;
-* where nothing else fits, the plan of the least memory.
+* where slots are too coarse to find anything, the fastest plan of the least memory, for which bytes decide what fits.
 
 References:
     Beaumont et al. (2019), Optimal checkpointing for heterogeneous chains, hal-02352969 (rotor).
@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from blockhooks.costs import (
     BlockCosts,
@@ -41,7 +42,7 @@ from blockhooks.plan import MAX_DEPTH, Mode, Segment, binomial, every, first
 
 __all__ = ["Plan", "Solver", "solve"]
 
-Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 Segments = tuple[Segment, ...]
 
 # The memory axis is divided anew for budgets below each quarter of the one before, so that at least a quarter of the
@@ -49,9 +50,13 @@ Segments = tuple[Segment, ...]
 RUNG: Final = 4
 # The time of the dynamic programme goes with blocks³ · slots.
 MOST_BLOCKS: Final = 256
-MOST_SLOTS: Final = 2000
+MOST_SLOTS: Final = 8000
 LEAST_SLOTS: Final = 240
-SLOTS_BY_BLOCKS: Final = 28_000
+SLOTS_BY_BLOCKS: Final = 1_350_000
+# Slots are rounded: what seems to need up to this share of them more than a budget has may keep it all the same.
+SPARE: Final = 0.01
+# Seconds of what by slots does not fit, where bytes decide.
+NEVER: Final = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +199,20 @@ class Solver:
     def floor(self) -> Plan:
         """The plan of the least memory that was found, and the fastest of those that reach it."""
         least = min(self._family, key=lambda plan: (plan.peak, plan.time))
-        return self._best(least.peak) or least
+        found = [least, self._first(least.peak)]
+        if len(self.profile) <= MOST_BLOCKS:
+            found += self._within(least.peak)
+        return _fastest(found, least.peak) or least
 
     @cached_property
     def _family(self) -> list[Plan]:
         """Plans for where little memory is left: exactly the least, or by rule where that would nest too deep."""
         n = len(self.profile)
         plans = [self.plain, self.plan(first(n)(n))]
+        if n <= MAX_DEPTH:
+            return [*plans, self.plan(self._least.plan)]
         if self.apart:
             return plans
-        if n <= MAX_DEPTH:
-            return [*plans, self.plan(self._least[1])]
         sizes = [2**power for power in range(1, n.bit_length())]
         functions = [every(size) for size in sizes] + [
             binomial(slots) for slots in (3, 4, 6, *sizes[2:6])
@@ -249,72 +257,93 @@ class Solver:
         """Return the fastest plan that was found within a budget in bytes."""
         if budget >= self.plain.peak:
             return self.plain
-        if budget < self._least[0]:
+        if budget < self._lowest:
             return None
+        rung = self._rung(budget)
+        found = [self._on_rung(rung, budget), self._first(budget), *self._family]
+        best = _fastest(found, budget)
+        # A larger budget must not be slower for its coarser slots: what the next rung can do, this one can.
+        below = max(self.plain.peak // RUNG ** (rung + 1), self._lowest)
+        if best is None or best.time > self._bound(below):
+            best = _fastest([best, self._top(rung + 1)], budget)
+        return best
+
+    def _rung(self, budget: int) -> int:
         rung = 0
         while budget * RUNG ** (rung + 1) <= self.plain.peak:
             rung += 1
-        found = [self._on_rung(rung, budget), self._first(budget), *self._family]
-        plans = [plan for plan in found if plan is not None and plan.peak <= budget]
-        best = min(plans, key=_by_time, default=None)
-        # A larger budget must not be slower for its coarser slots: what the next rung can do, this one can.
-        below = self.plain.peak // RUNG ** (rung + 1)
-        if below >= self._least[0] and (best is None or best.time > self._bound(below)):
-            lower = self._top(rung + 1)
-            plans = [plan for plan in (best, lower) if plan is not None]
-            best = min(plans, key=_by_time, default=None)
-        return best
+        return rung
 
     def _bound(self, budget: int) -> float:
         """Return a time that no plan within a budget can beat.
 
-        What a plan keeps at the end of the forward is at most the budget; what it keeps less than the plain loop costs
-        each block at least its cheapest rate of seconds for bytes.
+        At the last block's backward those before it hold at most what its peak leaves of the budget. What they hold
+        less than in the plain loop costs seconds, at the cheapest rates first.
         """
-        rates = []
-        for block in self.profile.blocks:
-            held = block.kept + block.output
-            rate = block.recompute_time / held if held else 0.0
-            for costs in block.modes:
-                if costs.kept < block.kept:
-                    rate = min(rate, costs.extra / (block.kept - costs.kept))
-            rates.append((rate, held))
+        *blocks, last = self.profile.blocks
+        rates = [rate for block in blocks for rate in _rates(block)]
+        excess = sum(block.kept + block.output for block in blocks) + min(
+            way.backward_peak for way in _ways(last).values()
+        )
+        excess -= budget
         time = self.plain.time
-        excess = sum(held for _, held in rates) - budget
-        for rate, held in sorted(rates):
-            time += rate * max(0, min(held, excess))
-            excess -= held
+        for rate, most in sorted(rates):
+            if excess <= 0:
+                break
+            time += rate * min(most, excess)
+            excess -= most
         return time
 
     def _top(self, rung: int) -> Plan | None:
-        """Return the fastest plan at the highest budget of a rung."""
+        """Return the fastest plan at the highest budget of a rung, or the plan of the least memory if that is higher."""
+        top = self.plain.peak // RUNG**rung
+        if top < self._lowest:
+            return self.floor
         if rung not in self._tops:
-            self._tops[rung] = self._best(self.plain.peak // RUNG**rung)
+            self._tops[rung] = self._best(top)
         return self._tops[rung]
 
     def _on_rung(self, rung: int, budget: int) -> Plan | None:
         """Return the fastest plan of the dynamic programme whose exact peak is within the budget."""
         if len(self.profile) > MOST_BLOCKS:
             return None
+        plans = map(self.plan, self._table(rung).plans(budget))
+        return next((plan for plan in plans if _fits(plan, budget)), None)
+
+    def _within(self, budget: int) -> list[Plan]:
+        """Return plans that keep a budget where slots may be too coarse to find any."""
+        table, plans = self._table(self._rung(budget)), list[Plan]()
+
+        def holds(slot: int) -> bool:
+            """Whether a plan has to the byte the time that it has by slots."""
+            time, segments = table.plan_within(slot, budget)
+            plans.append(self.plan(segments))
+            return plans[-1].time <= time * (1 + 1e-4)
+
+        # The higher a slot, the faster its plan, but only from some slot down one holds.
+        low = high = top = table.slot(budget)
+        while not holds(low) and low:
+            low, high = max(2 * low - top - 1, 0), low
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        return plans
+
+    def _table(self, rung: int) -> _Table:
         if rung not in self._tables:
-            self._tables[rung] = _Table(
-                self.profile,
-                self.plain.peak // RUNG**rung,
-                longest=1 if self.apart else len(self.profile),
-            )
-        for segments in self._tables[rung].plans(budget):
-            if max(segment.depth for segment in segments) <= MAX_DEPTH:
-                plan = self.plan(segments)
-                if plan.peak <= budget:
-                    return plan
-        return None
+            self._tables[rung] = _Table(self._least, self.plain.peak // RUNG**rung)
+        return self._tables[rung]
 
     @cached_property
-    def _least(self) -> tuple[int, Segments]:
-        """A peak that no plan is below, and the plan that reaches it, if that one could be executed."""
+    def _least(self) -> _Least:
+        return _Least(self.profile, longest=1 if self.apart else len(self.profile))
+
+    @cached_property
+    def _lowest(self) -> int:
+        """A peak that no plan is below."""
         if len(self.profile) > MOST_BLOCKS:
-            return max(block.backward_peak for block in self.profile.blocks), ()
-        return _least_memory(self.profile)
+            return max(block.backward_peak for block in self.profile.blocks)
+        return self._least.peak
 
     @cached_property
     def _first_peaks(self) -> list[int]:
@@ -328,8 +357,31 @@ class Solver:
         return None
 
 
-def _by_time(plan: Plan) -> tuple[float, int]:
-    return plan.time, plan.peak
+def _rates(block: BlockCosts) -> Iterator[tuple[float, int]]:
+    """Yield the seconds for each byte that a block holds less, and how many it can at this rate, cheapest first."""
+    held = block.kept + block.output
+    ways = [(held, block.recompute_time)]
+    ways += [(block.kept - costs.kept, costs.extra) for costs in block.modes]
+    dropped, spent = 0, 0.0
+    while True:
+        # The lower convex hull of what can be dropped at what cost.
+        better = [((t - spent) / (d - dropped), d, t) for d, t in ways if d > dropped]
+        if not better:
+            return
+        rate, further, time = min(better, key=lambda way: (way[0], -way[1]))
+        yield rate, further - dropped
+        dropped, spent = further, time
+
+
+def _fastest(plans: Iterable[Plan | None], budget: int) -> Plan | None:
+    """Return the fastest of the plans that keep a budget and can be executed."""
+    fitting = [plan for plan in plans if plan is not None and _fits(plan, budget)]
+    return min(fitting, key=lambda plan: (plan.time, plan.peak), default=None)
+
+
+def _fits(plan: Plan, budget: int) -> bool:
+    depth = max((segment.depth for segment in plan.segments), default=0)
+    return plan.peak <= budget and depth <= MAX_DEPTH
 
 
 def _brief(segments: Segments, most: int = 8) -> str:
@@ -371,49 +423,164 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
 # ------------------------------------------------------------------------------------------- nested recompute (rotor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to run a block that is kept in some mode: what the dynamic programme needs of it."""
+class _Way(NamedTuple):
+    """One way to keep a block, in some mode: what the dynamic programmes need of it, in bytes or in slots.
 
-    mode: Mode
-    held: int  # bytes after its forward
-    forward_peak: int
-    backward_peak: int
-    time: float  # forward and backward
-    last_time: float  # the same where a recompute ends early at this block
-    last_peak: int
+    Or one way to keep all blocks, by arrays.
+    """
+
+    held: Any  # after the forward
+    forward_peak: Any
+    backward_peak: Any
+    time: Any  # of forward and backward
+    last_time: Any  # the same where a recompute ends early at the block
+    last_peak: Any
+
+    def least(self, waiting: int, rest: int = 0) -> Any:
+        """Return what a block takes of memory.
+
+        Args:
+            waiting: The gradient that waits meanwhile, if that is in a recompute.
+            rest: What the blocks after it take.
+        """
+        return max(self.forward_peak + waiting, self.backward_peak, self.held + rest)
+
+    def leasts(self, waiting: Any, rests: Any = 0) -> Any:
+        """Return the same of the first blocks, as many as gradients are given."""
+        first = slice(len(waiting))
+        live = np.maximum(self.forward_peak[first] + waiting, self.backward_peak[first])
+        return np.maximum(live, self.held[first] + rests)
 
 
-def _ways(block: BlockCosts) -> list[_Way]:
+def _by_block(ways: Mapping[Mode, _Way]) -> list[dict[Mode, _Way]]:
+    """Return ways to keep all blocks as ways of each block."""
+    lists = {mode: [part.tolist() for part in way] for mode, way in ways.items()}
+    count = len(lists["keep"][0])
+    return [
+        {mode: _Way(*(part[index] for part in parts)) for mode, parts in lists.items()}
+        for index in range(count)
+    ]
+
+
+def _ways(block: BlockCosts) -> dict[Mode, _Way]:
     modes: list[Mode] = ["keep", *(costs.mode for costs in block.modes)]
-    ways = []
+    ways = {}
     for mode in modes:
         kept, forward_peak, backward_peak, extra = block.figures(mode)
         again = min(block.recompute_peak, forward_peak)
-        ways.append(
-            _Way(
-                mode,
-                kept + block.output,
-                forward_peak,
-                backward_peak,
-                block.forward + block.backward + extra,
-                block.recompute_time + block.backward + extra,
-                max(backward_peak, forward_peak, again + block.gradient),
-            )
+        ways[mode] = _Way(
+            held=kept + block.output,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            time=block.forward + block.backward + extra,
+            last_time=block.recompute_time + block.backward + extra,
+            last_peak=max(backward_peak, forward_peak, again + block.gradient),
         )
     return ways
 
 
-def _stages(profile: ChainProfile) -> tuple[BlockCosts, ...]:
-    """Return the blocks and, as one more, what a step does between their forward and their backward."""
-    tail = BlockCosts(
-        forward=profile.tail, backward=0.0, output=0, kept=0, forward_peak=profile.tail_peak
-    )
-    return (*profile.blocks, tail)
+class _Least:
+    """The least memory that each part of a chain takes, to the byte.
+
+    With blocks ``s..t`` (both included), ``least[s, t]`` is what has to be free beside the input of `s` for their
+    forward and backward. As one more block stands what a step does between their forward and their backward.
+
+    Args:
+        profile: What the blocks cost.
+        longest: The most blocks that a segment to recompute may have.
+    """
+
+    def __init__(self, profile: ChainProfile, longest: int) -> None:
+        self.longest = longest
+        tail = BlockCosts(
+            forward=profile.tail, backward=0.0, output=0, kept=0, forward_peak=profile.tail_peak
+        )
+        stages = (*profile.blocks, tail)
+        self.count = len(stages)
+        self.outputs = np.array([stage.output for stage in stages])
+        self.forward = np.array([0.0, *accumulate(stage.forward for stage in stages)])
+        self.waiting = [*(stage.gradient for stage in profile.blocks), 0]
+        found = [_ways(stage) for stage in stages]
+        self.has = [set(ways) for ways in found]
+        # A block that does not have a mode is kept plainly.
+        self.ways = {
+            mode: _Way(*map(np.array, zip(*(w.get(mode, w["keep"]) for w in found), strict=True)))
+            for mode in dict.fromkeys(mode for ways in found for mode in ways)
+        }
+        self.by_block = _by_block(self.ways)
+        # A block that is recomputed by itself is recomputed plainly.
+        self.last_modes: list[Mode] = ["keep"] if longest == 1 else list(self.ways)
+        self.least = np.zeros((self.count, self.count), np.int64)
+        for length in range(self.count):
+            self._fill(length)
+
+    def item(self, mode: Mode, index: int) -> tuple[Mode, int]:
+        """Return the choice of a mode, or of keeping plainly where the block does not have it."""
+        return (mode if mode in self.has[index] else "keep"), index
+
+    def _fill(self, length: int) -> None:
+        """Compute the least memory of all parts of `length + 1` blocks from that of shorter ones."""
+        least, starts = self.least, self.count - length
+        if length == 0:
+            peaks = [self.ways[mode].last_peak for mode in self.last_modes]
+            np.fill_diagonal(least, np.min(peaks, axis=0))
+            return
+        # Recompute the blocks s..s+f as a segment, then the rest; the output of s+f is held meanwhile.
+        down, right = least.strides
+        shape = starts, min(length, self.longest)
+        inside = as_strided(least, shape, (down + right, right))  # least[s, s + f]
+        rest = as_strided(
+            least[1:, length:], shape, (down + right, down)
+        )  # [s + f + 1, s + length]
+        cuts = rest + sliding_window_view(self.outputs, shape[1])[:starts]
+        found = np.maximum(cuts, inside, out=cuts).min(axis=1)
+        # Keep the block s, then the rest.
+        rest = least.diagonal(length - 1)[1:]
+        for way in self.ways.values():
+            np.minimum(found, way.leasts(np.array(self.waiting[length:]), rest), out=found)
+        np.fill_diagonal(least[:, length:], found)
+
+    def keeping(self, mode: Mode, start: int, last: int) -> int:
+        """Return what the blocks ``start..last`` take if the first is kept in a mode."""
+        rest = int(self.least[start + 1, last])
+        return int(self.by_block[start][mode].least(self.waiting[last], rest))
+
+    def cutting(self, start: int, last: int) -> Ints:
+        """Return what they take if a segment to recompute begins with the first, by its last block."""
+        stop = min(last, start + self.longest)
+        rest: Ints = self.outputs[start:stop] + self.least[start + 1 : stop + 1, last]
+        return np.maximum(rest, self.least[start, start:stop], out=rest)
+
+    @property
+    def peak(self) -> int:
+        """A peak that no plan is below."""
+        return int(self.least[0, -1])
+
+    @property
+    def plan(self) -> Segments:
+        """A plan that reaches the least peak."""
+        return _merged(self._choose(0, self.count - 1)[:-1])
+
+    def _choose(self, start: int, last: int) -> list[tuple[Mode, int] | Segment]:
+        items: list[tuple[Mode, int] | Segment] = []
+        while start < last:
+            least = self.least[start, last]
+            modes = [mode for mode in self.ways if self.keeping(mode, start, last) == least]
+            if modes:
+                items.append(self.item(modes[0], start))
+                start += 1
+                continue
+            # Of the cuts with the least peak the most even one nests the least.
+            cuts = np.flatnonzero(self.cutting(start, last) == least)
+            cut = start + int(cuts[np.abs(2 * cuts + 1 - (last - start)).argmin()])
+            items.append(_segment(start, cut + 1, self._choose(start, cut)))
+            start = cut + 1
+        mode = min(self.last_modes, key=lambda mode: self.by_block[last][mode].last_peak)
+        return [*items, self.item(mode, last)]
 
 
 class _Table:
-    """Least times of all parts of a chain for all amounts of memory up to `top` bytes.
+    """Least times of all parts of a chain for all amounts of memory up to `top` bytes, and a little more.
 
     With blocks ``s..t`` (both included), ``cost(s, t)[m]`` is the least time of their forward and backward when `m`
     slots of memory are free beside the input of `s`. The first block is kept in some mode, or the first blocks
@@ -422,23 +589,26 @@ class _Table:
     one minimum do for all `s`.
     """
 
-    def __init__(self, profile: ChainProfile, top: int, longest: int) -> None:
-        self.longest = longest
-        stages = _stages(profile)
-        self.count = count = len(stages)
-        self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count))
-        self.unit = max(top, 1) / slots
-        self.ways = [_ways(stage) for stage in stages]
-        # A block that is recomputed by itself is recomputed plainly.
-        self.last_ways = [ways[:1] for ways in self.ways] if longest == 1 else self.ways
-        self.forward = np.array([0, *accumulate(s.forward for s in stages)], np.float32)
-        outputs = self._rounded([stage.output for stage in stages])
-        self.before = [
-            0,
-            *outputs[:-1],
-        ]  # slots of each block's input; those of the first are its caller's
-        self.waiting = [*(self._slots(stage.gradient) for stage in stages[:-1]), 0]
-        self.held = self._held(stages, outputs)
+    def __init__(self, exact: _Least, top: int) -> None:
+        self.exact = exact
+        self.count = count = exact.count
+        self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count**2))
+        self.spare = round(SPARE * slots) + 1
+        self.unit = max(top, 1) / (slots - self.spare)
+        self.forward = exact.forward.astype(np.float32)
+        self.waiting = [round(waiting / self.unit) for waiting in exact.waiting]
+        outputs = self._rounded(exact.outputs)
+        # Slots of each block's input; those of the first are its caller's.
+        self.before = [0, *outputs[:-1].tolist()]
+        self.ways = {mode: self._way(way, outputs) for mode, way in exact.ways.items()}
+        self.by_block = _by_block(self.ways)
+        # By mode, where to find what the blocks after each cost, with less memory for what it holds.
+        rows, memory = np.arange(count)[:, None], np.arange(slots + 1)
+        after = np.array([*self.before[1:], 0])
+        self.places = {
+            mode: rows * (slots + 1) + memory - (way.held - after)[:, None]
+            for mode, way in self.ways.items()
+        }
         # By length and first block: costs[length, s][m] = cost(s, s + length)[m] + forward(0..s-1), and the same
         # shifted by the input of s, so that m counts from before that.
         self.costs = np.empty((count, count, slots + 1), np.float32)
@@ -446,97 +616,131 @@ class _Table:
         for length in range(count):
             self._fill(length)
 
-    def _slots(self, count: int) -> int:
-        return round(count / self.unit)
-
-    def _rounded(self, sizes: list[int]) -> list[int]:
+    def _rounded(self, sizes: Ints) -> Ints:
         """Return sizes in slots, such that each sum of neighbours is right to within one slot."""
-        ends = [0, *map(self._slots, accumulate(sizes))]
-        return [after - before for before, after in pairwise(ends)]
+        ends = np.rint(np.cumsum(sizes) / self.unit).astype(np.int64)
+        return np.diff(ends, prepend=0)
 
-    def _held(self, stages: tuple[BlockCosts, ...], outputs: list[int]) -> list[dict[Mode, int]]:
-        held: list[dict[Mode, int]] = [{} for _ in stages]
-        for mode in {way.mode for ways in self.ways for way in ways}:
-            sizes = [stage.figures(mode)[0] + stage.output for stage in stages]
-            for index, size in enumerate(self._rounded(sizes)):
-                held[index][mode] = max(size, outputs[index])
-        return held
+    def _way(self, way: _Way, outputs: Ints) -> _Way:
+        """Return a way with memory in slots."""
+        return _Way(
+            held=np.maximum(self._rounded(way.held), outputs),
+            forward_peak=way.forward_peak / self.unit,
+            backward_peak=way.backward_peak / self.unit,
+            time=way.time.astype(np.float32),
+            last_time=way.last_time.astype(np.float32),
+            last_peak=np.rint(way.last_peak / self.unit),
+        )
 
     def _fill(self, length: int) -> None:
         """Compute the costs of all parts of `length + 1` blocks from those of shorter ones."""
-        starts, width = self.count - length, self.slots + 1
+        starts, memory = self.count - length, np.arange(self.slots + 1)
         costs, shifted = self.costs[length, :starts], self.shifted[length, :starts]
         costs.fill(np.inf)
-        shifted.fill(np.inf)
+        found = np.empty_like(costs)
         forward = self.forward[:starts, None]
-        if length:
-            sums = np.empty((starts, width), np.float32)
-            for first in range(min(length, self.longest)):
+        if length == 0:
+            for mode in self.exact.last_modes:
+                way = self.ways[mode]
+                np.add(way.last_time[:, None], forward, out=found)
+                found[memory < way.last_peak[:, None]] = np.inf
+                np.minimum(costs, found, out=costs)
+        else:
+            for first in range(min(length, self.exact.longest)):
                 # Recompute the blocks s..s+first as a segment, then the rest.
                 rest = self.shifted[length - first - 1, first + 1 : first + 1 + starts]
-                np.add(rest, self.costs[first, :starts], out=sums)
-                np.minimum(costs, sums, out=costs)
+                np.add(rest, self.costs[first, :starts], out=found)
+                np.minimum(costs, found, out=costs)
             costs -= forward
-        for start in range(starts):
-            row, edge = costs[start], self.before[start]
-            for way in self.ways[start] if length else self.last_ways[start]:
-                if length:
-                    least = self._least(way, start, start + length)
-                    self._keep_first(way, start, self.shifted[length - 1, start + 1], least, row)
-                else:
-                    least = self._slots(way.last_peak)
-                    np.minimum(row[least:], way.last_time + forward[start], out=row[least:])
-            shifted[start, edge:] = row[: width - edge]
+            rest = self.shifted[length - 1, 1 : 1 + starts]
+            for mode, way in self.ways.items():
+                # Keep the block s, then the rest, whose costs contain the forward of s.
+                rest.take(self.places[mode][:starts], out=found, mode="clip")
+                found += (way.time[:starts] - np.diff(self.forward[: starts + 1]))[:, None]
+                least = np.rint(way.leasts(self.waiting[length:]))
+                found[memory < least[:, None]] = np.inf
+                np.minimum(costs, found, out=costs)
+        for start, edge in enumerate(self.before[:starts]):
+            shifted[start, :edge] = np.inf
+            shifted[start, edge:] = costs[start, : len(memory) - edge]
 
-    def _keep_first(self, way: _Way, start: int, rest: Floats, least: int, row: Floats) -> None:
-        if least < len(row):
-            move = self.held[start][way.mode] - self.before[start + 1]
-            time = np.float32(way.time) - (self.forward[start + 1] - self.forward[start])
-            np.minimum(row[least:], rest[least - move : len(row) - move] + time, out=row[least:])
-
-    def _least(self, way: _Way, start: int, last: int) -> int:
-        """Slots that must be free to keep block `start` in this way, before `last`."""
-        live = max(way.backward_peak / self.unit, way.forward_peak / self.unit + self.waiting[last])
-        return max(round(live), self.held[start][way.mode])
+    def slot(self, budget: int) -> int:
+        """Return a slot at and below which plans keep a budget, as far as rounding goes."""
+        return min(self.slots, int(budget / self.unit) + self.spare)
 
     def plans(self, budget: int) -> Iterator[Segments]:
-        """Yield plans, fastest first, that keep a budget as far as slots can tell; from a little above it on."""
-        slot = min(self.slots, int(budget / self.unit) + 1 + self.slots // 100)
-        times = self.costs[self.count - 1, 0]
+        """Yield those of the fastest plans of each slot that keep a budget, fastest first."""
+        slot, times = self.slot(budget), self.costs[self.count - 1, 0]
         while slot >= 0 and np.isfinite(times[slot]):
             # The least memory of this time.
             slot = int(np.searchsorted(-times[: slot + 1], -times[slot]))
-            yield _merged(self._choose(0, self.count - 1, slot)[:-1])
+            items, peak = self._choose(0, self.count - 1, slot)
+            if peak <= budget:
+                yield _merged(items[:-1])
             slot -= 1
 
-    def _choose(self, start: int, last: int, free: int) -> list[tuple[Mode, int] | Segment]:
-        """Return the choices behind ``cost(start, last)[free]``, block by block."""
-        items: list[tuple[Mode, int] | Segment] = []
+    def plan_within(self, slot: int, budget: int) -> tuple[float, Segments]:
+        """Return a plan that keeps a budget to the byte, chosen by the costs of a slot, and its time by these."""
+        items, _ = self._choose(0, self.count - 1, slot, budget)
+        return float(self.costs[self.count - 1, 0, slot]), _merged(items[:-1])
+
+    def _choose(
+        self, start: int, last: int, slot: int, budget: int | None = None
+    ) -> tuple[list[tuple[Mode, int] | Segment], int]:
+        """Make the choices behind ``cost(start, last)[slot]``.
+
+        Args:
+            start: The first block.
+            last: The last block.
+            slot: The slot.
+            budget: Bytes that each choice has to keep; by default slots decide what fits.
+
+        Returns:
+            The choices, block by block, and their peak in bytes.
+        """
+        exact, items = self.exact, list[tuple[Mode, int] | Segment]()
+        held = peak = 0
         while start < last:
-            lengths = np.arange(min(last - start, self.longest))
-            parts = self.costs[lengths, start, free] - self.forward[start]
-            parts += self.shifted[last - start - 1 - lengths, start + 1 + lengths, free]
-            cut = int(parts.argmin())
-            best: tuple[np.float32, Mode | None] = (parts[cut], None)
-            for way in self.ways[start]:
-                if free >= self._least(way, start, last):
-                    at = free - self.held[start][way.mode]
-                    time = self.costs[last - start - 1, start + 1, at] + np.float32(way.time)
-                    time -= self.forward[start + 1] - self.forward[start]
-                    if time <= best[0]:
-                        best = (time, way.mode)
-            if best[1] is None:
-                inner = self._choose(start, start + cut, free)
-                items.append(_segment(start, start + cut + 1, inner))
+            forward = self.forward[start]
+            lengths = np.arange(min(last - start, exact.longest))
+            times = self.costs[lengths, start, slot] - forward
+            times += self.shifted[last - start - 1 - lengths, start + 1 + lengths, slot]
+            if budget is not None:
+                np.minimum(times, NEVER, out=times)
+                times[exact.cutting(start, last) > budget - held] = np.inf
+            cut = int(times.argmin())
+            best, chosen = times[cut], None
+            for mode, way in self.by_block[start].items():
+                if budget is None:
+                    fits = round(way.least(self.waiting[last])) <= slot
+                else:
+                    fits = exact.keeping(mode, start, last) <= budget - held
+                if fits:
+                    left = max(slot - way.held, 0)
+                    time = self.costs[last - start - 1, start + 1, left] + way.time
+                    time = min(time - (self.forward[start + 1] - forward), NEVER)
+                    if time <= best:
+                        best, chosen = time, mode
+            if chosen is None:
+                within = None if budget is None else budget - held
+                inside, most = self._choose(start, start + cut, slot, within)
+                items.append(_segment(start, start + cut + 1, inside))
+                peak = max(peak, held + most)
+                held += int(exact.outputs[start + cut])
                 start += cut + 1
-                free -= self.before[start]
+                slot = max(slot - self.before[start], 0)
             else:
-                items.append((best[1], start))
-                free -= self.held[start][best[1]]
+                items.append(exact.item(chosen, start))
+                way = exact.by_block[start][chosen]
+                peak = max(peak, held + way.least(exact.waiting[last]))
+                held += way.held
+                slot = max(slot - self.by_block[start][chosen].held, 0)
                 start += 1
-        fitting = [way for way in self.last_ways[last] if self._slots(way.last_peak) <= free]
-        items.append((min(fitting, key=lambda way: way.last_time).mode, last))
-        return items
+        ways, free = (self.by_block, slot) if budget is None else (exact.by_block, budget - held)
+        fitting = [mode for mode in exact.last_modes if ways[last][mode].last_peak <= free]
+        mode = min(fitting, key=lambda mode: exact.by_block[last][mode].last_time)
+        peak = max(peak, held + exact.by_block[last][mode].last_peak)
+        return [*items, exact.item(mode, last)], peak
 
 
 def _segment(start: int, stop: int, items: list[tuple[Mode, int] | Segment]) -> Segment:
@@ -559,53 +763,3 @@ def _merged(items: list[tuple[Mode, int] | Segment]) -> Segments:
         else:
             segments.append(Segment(index, index + 1, mode=mode))
     return tuple(segments)
-
-
-# ------------------------------------------------------------------------------------------------- the least memory
-
-
-def _least_memory(profile: ChainProfile) -> tuple[int, Segments]:
-    """Return the peak of the plan of the least memory that nested recompute can reach, and that plan."""
-    stages = _stages(profile)
-    count = len(stages)
-    outputs = np.array([stage.output for stage in stages], np.int64)
-    ways = [_ways(stage) for stage in stages]
-    least = np.zeros((count, count), np.int64)
-
-    def peaks(start: int, last: int) -> npt.NDArray[np.int64]:
-        # By the last block of a first segment to recompute; the output of that one is held meanwhile.
-        rest: npt.NDArray[np.int64] = outputs[start:last] + least[start + 1 : last + 1, last]
-        np.maximum(rest, least[start, start:last], out=rest)
-        return rest
-
-    def kept(start: int, last: int) -> tuple[int, Mode]:
-        # The least with the first block kept, and in which mode.
-        waiting = stages[last].gradient if last + 1 < count else 0
-        rest = int(least[start + 1, last])
-        return min(
-            (max(way.forward_peak + waiting, way.backward_peak, way.held + rest), way.mode)
-            for way in ways[start]
-        )
-
-    for start in reversed(range(count)):
-        least[start, start] = min(way.last_peak for way in ways[start])
-        for last in range(start + 1, count):
-            least[start, last] = min(peaks(start, last).min(), kept(start, last)[0])
-
-    def choose(start: int, last: int) -> list[tuple[Mode, int] | Segment]:
-        items: list[tuple[Mode, int] | Segment] = []
-        while start < last:
-            peak, mode = kept(start, last)
-            if peak == least[start, last]:
-                items.append((mode, start))
-                start += 1
-                continue
-            # Of the cuts with the least peak the most even one nests the least.
-            cuts = np.flatnonzero(peaks(start, last) == least[start, last])
-            cut = start + int(cuts[np.abs(2 * cuts + 1 - (last - start)).argmin()])
-            items.append(_segment(start, cut + 1, choose(start, cut)))
-            start = cut + 1
-        items.append((min(ways[last], key=lambda way: way.last_peak).mode, last))
-        return items
-
-    return int(least[0, count - 1]), _merged(choose(0, count - 1)[:-1])

@@ -3,6 +3,8 @@
 import random
 from functools import cache
 
+import numpy as np
+
 from blockhooks.costs import BlockCosts, ChainProfile, ModeCosts
 from blockhooks.plan import Segment
 
@@ -11,7 +13,7 @@ def random_profile(seed, blocks, *, modes=False, even=False):
     """A chain of unequal blocks: widths, kept bytes, transients and times differ from block to block."""
     draw = random.Random(seed)
     made = []
-    width = draw.randint(2, 8)
+    width, waits = draw.randint(2, 8), draw.choice((0, 1))
     for index in range(blocks):
         width = width if even else draw.randint(2, 8)
         kept = draw.randint(width, 12 * width)
@@ -33,7 +35,7 @@ def random_profile(seed, blocks, *, modes=False, even=False):
                 kept=kept,
                 forward_peak=peak,
                 backward_peak=kept + 2 * width + draw.randint(0, 20),
-                gradient=draw.choice((0, width)),
+                gradient=waits * width,
                 modes=(lighter,) if modes else (),
             )
         )
@@ -66,3 +68,39 @@ def all_plans(start, stop, modes=("keep",), depth=3):
 
 def _all_kept(segments):
     return all(segment.mode == "keep" for segment in segments)
+
+
+def least_times(profile):
+    """The least time of any plan for each number of bytes, by a dynamic programme that goes byte by byte."""
+    tail = BlockCosts(forward=profile.tail, backward=0, output=0, kept=0)
+    blocks, most = (*profile.blocks, tail), profile.plain.peak
+    costs = {}
+
+    def shifted(times, nbytes):
+        return np.concatenate([np.full(nbytes, np.inf), times])[: most + 1]
+
+    def fits(times, nbytes):
+        return np.where(np.arange(most + 1) < nbytes, np.inf, times)
+
+    for start in reversed(range(len(blocks))):
+        for last in range(start, len(blocks)):
+            block = blocks[start]
+            waiting = blocks[last].gradient if last < len(profile) else 0
+            found = []
+            for mode in ("keep", *(costs.mode for costs in block.modes)):
+                kept, forward_peak, backward_peak, extra = block.figures(mode)
+                time = block.backward + extra
+                if start == last:  # the recompute ends early here
+                    again = min(block.recompute_peak, forward_peak)
+                    least = max(forward_peak, backward_peak, again + waiting)
+                    found.append(fits(np.full(most + 1, time + block.recompute_time), least))
+                else:
+                    rest = shifted(costs[start + 1, last], kept + block.output)
+                    least = max(forward_peak + waiting, backward_peak)
+                    found.append(fits(rest + time + block.forward, least))
+            for middle in range(start + 1, last + 1):
+                rest = shifted(costs[middle, last], blocks[middle - 1].output)
+                forward = sum(block.forward for block in blocks[start:middle])
+                found.append(forward + rest + costs[start, middle - 1])
+            costs[start, last] = np.min(found, axis=0)
+    return costs[0, len(profile)]

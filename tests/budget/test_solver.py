@@ -10,7 +10,7 @@ from blockhooks.costs import BlockCosts, ChainProfile
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, check_plan, every, first
 from blockhooks.solver import Solver
-from tests.budget.chains import all_plans, random_profile
+from tests.budget.chains import all_plans, least_times, random_profile
 
 
 def budgets(profile, count=12):
@@ -25,21 +25,33 @@ def best_of(points, budget):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
-def test_solver_is_as_fast_as_the_best_of_all_plans(seed, modes):
+def test_the_byte_by_byte_optimum_is_the_best_of_all_plans(seed, modes):
     profile = random_profile(seed, 4 if modes else 5, modes=modes)
     kinds = ("keep", "selective") if modes else ("keep",)
     points = [predict(profile, plan) for plan in all_plans(0, len(profile), kinds, depth=2)]
-    solver = Solver(profile)
+    times = least_times(profile)
 
-    for budget in budgets(profile):
-        best = best_of(points, budget)
-        if best == inf:
+    for budget in range(profile.plain.peak + 1):
+        assert times[budget] == pytest.approx(best_of(points, budget))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
+def test_solver_is_as_fast_as_the_optimum_at_every_budget(seed, modes):
+    profile = random_profile(seed, 5 + seed, modes=modes)
+    solver, times, plain = Solver(profile), least_times(profile), profile.plain
+    before = inf
+
+    for budget in range(1, plain.peak + 1, 1 + plain.peak // 200):
+        if times[budget] == inf:
             with pytest.raises(BudgetError, match="cannot be kept"):
                 solver.solve(budget)
         else:
-            found = solver.solve(budget)
-            assert found.peak <= budget
-            assert found.time <= best + 0.005 * profile.plain.time
+            plan = solver.solve(budget)
+            assert plan.peak <= budget
+            assert times[budget] - 1e-6 <= plan.time <= times[budget] + 0.005 * plain.time
+            assert plan.time <= before
+            before = plan.time
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 24, 60])
