@@ -168,6 +168,28 @@ def _is_plain(value: object) -> bool:
 
 
 @functools.cache
+def _is_closed(kind: type) -> bool:
+    """Whether instances may have a state that cannot be looked into: those of other libraries' compiled code.
+
+    That they change is seen only by what changes around them.
+    """
+    if kind.__name__ == "SwigPyObject":  # which calls itself a built-in
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):  # such as a file in memory
+        return True
+    return (
+        not _of_a_library(kind.__module__)
+        and not issubclass(kind, (*_OPAQUE_BASES, *_DATA))
+        and not f"{kind.__module__}.".startswith(_OPAQUE_MODULES)
+        and not hasattr(kind, "__members__")  # an enumeration
+    )
+
+
+_DATA = (int, float, complex, str, bytes, frozenset)
+
+
+@functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
     names: list[str] = []
     for base in kind.__mro__:
@@ -433,10 +455,12 @@ class Captured:
         tensors: The tensors that were taken out, in order (empty unless `capture` was asked to).
     """
 
-    __slots__ = ("root", "tensors")
+    __slots__ = ("_around", "root", "tensors")
 
-    def __init__(self, root: Any, tensors: list[Tensor]) -> None:
-        self.root, self.tensors = root, tensors
+    def __init__(
+        self, root: Any, tensors: list[Tensor], around: list[tuple[_ObjectNode, type]]
+    ) -> None:
+        self.root, self.tensors, self._around = root, tensors, around
 
     @property
     def constant(self) -> bool:
@@ -455,6 +479,14 @@ class Captured:
         """Whether a value is, object for object, what was captured."""
         return _same(self.root, value, _Comparison(None))
 
+    def changed_around(self) -> list[type]:
+        """The classes of what cannot be looked into and is held by an object that has changed since."""
+        return [
+            kind
+            for node, kind in self._around
+            if (now := node.reference()) is not None and not _same(node, now, _Comparison(None))
+        ]
+
 
 class _Walk:
     def __init__(
@@ -462,6 +494,8 @@ class _Walk:
     ) -> None:
         self.tensors, self.refuse = tensors, refuse
         self.iterators = False
+        self.closed: list[type] = []
+        self.around: list[tuple[_ObjectNode, type]] = []
         self.memo: dict[
             int, tuple[Any, Any]
         ] = {}  # id -> node, and the value, so that its id stays taken
@@ -493,6 +527,8 @@ class _Walk:
             self.iterators = True
             if self.refuse is not None:
                 self.refuse(value)
+        elif _is_closed(kind):  # type: ignore[arg-type]  # a type is hashable
+            self.closed.append(kind)
         return value
 
     def _tensor(self, value: Tensor) -> Any:
@@ -536,7 +572,10 @@ class _Walk:
         attributes = _attributes(value)
         node = _ObjectNode(value)
         self.memo[id(value)] = (node, value)
+        seen = len(self.closed)
         node.attributes = {name: self.visit(item, depth + 1) for name, item in attributes.items()}
+        if len(self.closed) > seen:
+            self.around.append((node, self.closed[seen]))
         if node.reference() is None and _frozen(value, node.attributes):
             node.reference = lambda: value
         return node
@@ -553,7 +592,8 @@ def capture(
         refuse: Called with each iterator found, which could be read only once; to raise an error.
     """
     tensors: list[Tensor] | None = [] if take_tensors else None
-    return Captured(_Walk(tensors, refuse).visit(value, 0), tensors or [])
+    walk = _Walk(tensors, refuse)
+    return Captured(walk.visit(value, 0), tensors or [], walk.around)
 
 
 class Capturing:
@@ -569,6 +609,11 @@ class Capturing:
         """Whether an iterator was among them, which cannot be given again."""
         return self._walk.iterators
 
+    @property
+    def closed(self) -> list[type]:
+        """The classes of what was among them that cannot be looked into."""
+        return self._walk.closed
+
     def add(self, value: Any) -> list[Tensor]:
         """Record one more value; return the tensors that were first seen in it."""
         start = len(self._tensors)
@@ -577,7 +622,7 @@ class Capturing:
 
     def captured(self) -> Captured:
         """The values as a list, in the order of adding."""
-        return Captured(_ListNode(list, self._items, None, {}), self._tensors)
+        return Captured(_ListNode(list, self._items, None, {}), self._tensors, self._walk.around)
 
 
 class Contents:

@@ -58,8 +58,9 @@ class StateSnapshot:
     in a plain function's closure is the user's own and is left alone.
 
     A block that holds an iterator or initialises a lazy module keeps what autograd saved, since it cannot be executed
-    again. A change through ``.data`` or NumPy counts no version: it is seen where it happens in one of the forwards that
-    are compared, as it is by a module that makes it in its first.
+    again; so does one that changes what holds an object of another library's compiled code, such as a search index.
+    A change through ``.data`` or NumPy counts no version: it is seen where it happens in one of the forwards that are
+    compared, as it is by a module that makes it in its first.
 
     Side: crosses the boundary. See R2, R6 and R7.
     """
@@ -217,6 +218,7 @@ class _State:
         "accumulates",
         "attributes",
         "changed",
+        "closed",
         "compared",
         "contents",
         "empty",
@@ -245,6 +247,8 @@ class _State:
         self.empty: list[dict[Any, Any]] = [hooks for hooks in _GLOBAL_HOOKS if not hooks]
         self.slotted: list[tuple[_Holder, dict[str, Any]]] = []
         self.attributes: list[tuple[_Holder, str]] = []
+        # Of owners that hold what cannot be looked into: its class.
+        self.closed: list[tuple[_Holder, dict[str, Any], type]] = []
         self.places: list[_Place] = []
         self.compared: list[_Compared] = []
         self.parameters: list[Tensor] = []
@@ -342,6 +346,7 @@ class _State:
         learned: _Learned,
         compare: bool,
     ) -> None:
+        seen = len(capturing.closed)
         for name, value in list(attributes):
             if atomic(value):
                 continue
@@ -352,6 +357,8 @@ class _State:
                 self.attributes.append((owner, name))
                 for tensor in capturing.add(value):
                     self._place(None, name, tensor, learned, compare)
+        if len(capturing.closed) > seen:
+            self.closed.append((owner, contents, capturing.closed[seen]))
 
     def _place(
         self, holder: _Holder | None, name: str, tensor: Tensor, learned: _Learned, compare: bool
@@ -399,6 +406,9 @@ class _State:
                 reason = _first_time(compared.name)
         if self.side is not None and versions_of(self.side.tensors) != self.side_versions:
             reason = "it changes a tensor of its side inputs in place"
+        closed = self._changed_around()
+        if closed is not None:
+            reason = f"it changes what holds a {closed.__name__}, whose state cannot be given again"
         (before_gradients, before_counts), (gradients, counts) = (
             self.gradients,
             _gradients(self.parameters),
@@ -410,6 +420,14 @@ class _State:
         self.places, self.versions = [], []
         self.changed = self.structure is not None and not self.same_attributes()
         return reason
+
+    def _changed_around(self) -> type | None:
+        """The class of something that cannot be looked into, and that has probably changed, as what holds it has."""
+        changed = [kind for owner, contents, kind in self.closed if not _holds(owner, contents)]
+        for captured in (self.structure, self.side):
+            if not changed and captured is not None:
+                changed = captured.changed_around()
+        return next(iter(changed), None)
 
     def same_attributes(self) -> bool:
         """Whether what the attributes hold is what they held before the forward."""

@@ -107,7 +107,9 @@ class SpanningRegion:
             self.reason = "it changes an input in place"
         self._pieces.append(_Piece(region, contexts))
         self.next = index + 1
-        self._last = (weakref.ref(result), versions_of([result])) if isinstance(result, Tensor) else None
+        self._last = (
+            (weakref.ref(result), versions_of([result])) if isinstance(result, Tensor) else None
+        )
         return result
 
     def end(self) -> None:
