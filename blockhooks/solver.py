@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -55,6 +55,8 @@ LEAST_SLOTS: Final = 240
 SLOTS_BY_BLOCKS: Final = 1_350_000
 # Slots are rounded: what seems to need up to this share of them more than a budget has may keep it all the same.
 SPARE: Final = 0.01
+# Bytes of what cannot be executed.
+FAR: Final = 1 << 60
 # Seconds of what by slots does not fit, where bytes decide.
 NEVER: Final = 1e30
 
@@ -199,6 +201,8 @@ class Solver:
     def floor(self) -> Plan:
         """The plan of the least memory that was found, and the fastest of those that reach it."""
         least = min(self._family, key=lambda plan: (plan.peak, plan.time))
+        if least.peak == self.plain.peak:
+            return self.plain
         found = [least, self._first(least.peak)]
         if len(self.profile) <= MOST_BLOCKS:
             found += self._within(least.peak)
@@ -242,11 +246,12 @@ class Solver:
         if plan is None:
             floor = self.floor
             least, plain = floor.peak + beside, floor.plain_peak + beside
-            held = f", of which {format_bytes(beside)} are held beside the blocks" if beside else ""
+            outside = beside + self.profile.carried + sum(b.gap for b in self.profile.blocks)
+            held = f", of which {format_bytes(outside)} are held outside of the blocks"
             error = BudgetError(
                 f"a memory budget of {format_bytes(asked)} ({asked} bytes) cannot be kept: the least that a plan "
                 f"reaches is {format_bytes(least)} ({least} bytes, {least / plain:.1%} of the plain loop's "
-                f"{format_bytes(plain)}{held}), at {floor.slowdown:.2f} of its time, with the segments "
+                f"{format_bytes(plain)}{held if outside else ''}), at {floor.slowdown:.2f} of its time, with the segments "
                 f"{_brief(floor.segments)}. Raise the budget to at least that, or make the inputs smaller."
             )
             error.floor, error.plan = least, floor
@@ -270,7 +275,7 @@ class Solver:
 
     def _rung(self, budget: int) -> int:
         rung = 0
-        while budget * RUNG ** (rung + 1) <= self.plain.peak:
+        while max(budget, 1) * RUNG ** (rung + 1) <= self.plain.peak:
             rung += 1
         return rung
 
@@ -282,10 +287,8 @@ class Solver:
         """
         *blocks, last = self.profile.blocks
         rates = [rate for block in blocks for rate in _rates(block)]
-        excess = sum(block.kept + block.output for block in blocks) + min(
-            way.backward_peak for way in _ways(last).values()
-        )
-        excess -= budget
+        excess = sum(block.kept + block.output + block.gap for block in blocks) + last.gap
+        excess += min(way.backward_peak for way in _ways(last).values()) - budget
         time = self.plain.time
         for rate, most in sorted(rates):
             if excess <= 0:
@@ -313,15 +316,16 @@ class Solver:
     def _within(self, budget: int) -> list[Plan]:
         """Return plans that keep a budget where slots may be too coarse to find any."""
         table, plans = self._table(self._rung(budget)), list[Plan]()
+        within = budget - self.profile.carried
 
         def holds(slot: int) -> bool:
             """Whether a plan has to the byte the time that it has by slots."""
-            time, segments = table.plan_within(slot, budget)
+            time, segments = table.plan_within(slot, within)
             plans.append(self.plan(segments))
             return plans[-1].time <= time * (1 + 1e-4)
 
         # The higher a slot, the faster its plan, but only from some slot down one holds.
-        low = high = top = table.slot(budget)
+        low = high = top = table.slot(within)
         while not holds(low) and low:
             low, high = max(2 * low - top - 1, 0), low
         while high - low > 1:
@@ -398,24 +402,35 @@ def _brief(segments: Segments, most: int = 8) -> str:
 def _first_peaks(profile: ChainProfile) -> list[int]:
     """Return the peak of ``first(count)`` for each count from none to all blocks."""
     blocks = profile.blocks
+    gaps = [0, *accumulate(block.gap for block in blocks)]
     states = [0, *accumulate(block.output for block in blocks)]
     holds = [0, *accumulate(block.kept + block.output for block in blocks)]
+    # Before each block, and after the last, with the gaps up to there.
+    states = [state + gap for state, gap in zip(states, [*gaps[1:], gaps[-1]], strict=True)]
+    holds = [hold + gap for hold, gap in zip(holds, [*gaps[1:], gaps[-1]], strict=True)]
     recomputed = accumulate(
         (
             state
-            + max(block.forward_peak, block.backward_peak, block.gradient + block.recompute_peak)
+            + max(
+                block.forward_peak + block.passing,
+                block.backward_peak,
+                block.gradient + block.recompute_peak,
+                block.gap_peak - block.gap,
+            )
             for state, block in zip(states, blocks, strict=False)
         ),
         max,
         initial=0,
     )
-    kept = [holds[-1] + profile.tail_peak]
+    kept = [holds[-1] + max(profile.tail_peak, profile.tail_forward)]
     for hold, block in zip(reversed(holds[:-1]), reversed(blocks), strict=True):
-        kept.append(max(kept[-1], hold + max(block.forward_peak, block.backward_peak)))
+        forward_peak = block.forward_peak + block.passing
+        most = max(forward_peak, block.backward_peak, block.gap_peak - block.gap)
+        kept.append(max(kept[-1], hold + most))
     return [
-        max(before, state + after - hold)
-        for before, state, after, hold in zip(
-            recomputed, states, reversed(kept), holds, strict=True
+        max(before, state + after - hold) + (profile.carried if count else 0)
+        for count, (before, state, after, hold) in enumerate(
+            zip(recomputed, states, reversed(kept), holds, strict=True)
         )
     ]
 
@@ -479,11 +494,17 @@ def _ways(block: BlockCosts) -> dict[Mode, _Way]:
     return ways
 
 
+def _gap(held: int, peak: int, time: float = 0.0) -> BlockCosts:
+    """Return what is between two blocks as one more, of which only an output is held."""
+    return BlockCosts(forward=time, backward=0.0, output=held, kept=0, backward_peak=peak)
+
+
 class _Least:
     """The least memory that each part of a chain takes, to the byte.
 
     With blocks ``s..t`` (both included), ``least[s, t]`` is what has to be free beside the input of `s` for their
-    forward and backward. As one more block stands what a step does between their forward and their backward.
+    forward and backward. Gaps stand among the blocks as more of them, of which only an output is held, and which can lie
+    in no segment to recompute: the last one is what a step does between the blocks' forward and their backward.
 
     Args:
         profile: What the blocks cost.
@@ -492,14 +513,26 @@ class _Least:
 
     def __init__(self, profile: ChainProfile, longest: int) -> None:
         self.longest = longest
-        tail = BlockCosts(
-            forward=profile.tail, backward=0.0, output=0, kept=0, forward_peak=profile.tail_peak
-        )
-        stages = (*profile.blocks, tail)
+        stages, gaps = list[BlockCosts](), list[bool]()
+        for costs in profile.blocks:
+            # What passes is held in the first forward alone; a block by itself is recomputed without.
+            block = replace(costs, forward_peak=costs.forward_peak + costs.passing)
+            if block.gap or block.gap_peak:
+                less = min(block.gap, 0)
+                if less and stages:  # of what the block before gave, not all is held
+                    stages[-1] = replace(stages[-1], output=stages[-1].output + less)
+                stages.append(_gap(block.gap - less, block.gap_peak - less))
+                gaps.append(True)
+            stages.append(block)
+            gaps.append(False)
+        tail_peak = max(profile.tail_peak, profile.tail_forward)
+        stages.append(_gap(0, tail_peak, profile.tail))
         self.count = len(stages)
+        # Before each stage, and after the last, how many gaps are there.
+        self.gaps = np.cumsum([0, *gaps, True])
         self.outputs = np.array([stage.output for stage in stages])
         self.forward = np.array([0.0, *accumulate(stage.forward for stage in stages)])
-        self.waiting = [*(stage.gradient for stage in profile.blocks), 0]
+        self.waiting = [stage.gradient for stage in stages]
         found = [_ways(stage) for stage in stages]
         self.has = [set(ways) for ways in found]
         # A block that does not have a mode is kept plainly.
@@ -514,6 +547,17 @@ class _Least:
         for length in range(self.count):
             self._fill(length)
 
+    def segments(self, items: list[tuple[Mode, int] | Segment]) -> Segments:
+        """Return choices for all stages as segments of blocks."""
+        found = _merged(items[:-1])
+        return _of_blocks(found, self.gaps) if self.gaps[-2] else found
+
+    def beyond(self, length: int) -> npt.NDArray[np.bool_]:
+        """Tell which parts of `length + 1` stages have a gap in them, so that they can be no segment, by the first."""
+        barred = self.gaps[length + 1 :] > self.gaps[: self.count - length]
+        barred[-1] = False  # of the whole step, not of a segment
+        return barred
+
     def item(self, mode: Mode, index: int) -> tuple[Mode, int]:
         """Return the choice of a mode, or of keeping plainly where the block does not have it."""
         return (mode if mode in self.has[index] else "keep"), index
@@ -522,8 +566,9 @@ class _Least:
         """Compute the least memory of all parts of `length + 1` blocks from that of shorter ones."""
         least, starts = self.least, self.count - length
         if length == 0:
-            peaks = [self.ways[mode].last_peak for mode in self.last_modes]
-            np.fill_diagonal(least, np.min(peaks, axis=0))
+            found = np.min([self.ways[mode].last_peak for mode in self.last_modes], axis=0)
+            found[self.beyond(length)] = FAR
+            np.fill_diagonal(least, found)
             return
         # Recompute the blocks s..s+f as a segment, then the rest; the output of s+f is held meanwhile.
         down, right = least.strides
@@ -538,6 +583,7 @@ class _Least:
         rest = least.diagonal(length - 1)[1:]
         for way in self.ways.values():
             np.minimum(found, way.leasts(np.array(self.waiting[length:]), rest), out=found)
+        found[self.beyond(length)] = FAR
         np.fill_diagonal(least[:, length:], found)
 
     def keeping(self, mode: Mode, start: int, last: int) -> int:
@@ -559,7 +605,7 @@ class _Least:
     @property
     def plan(self) -> Segments:
         """A plan that reaches the least peak."""
-        return _merged(self._choose(0, self.count - 1)[:-1])
+        return self.segments(self._choose(0, self.count - 1))
 
     def _choose(self, start: int, last: int) -> list[tuple[Mode, int] | Segment]:
         items: list[tuple[Mode, int] | Segment] = []
@@ -660,6 +706,7 @@ class _Table:
                 least = np.rint(way.leasts(self.waiting[length:]))
                 found[memory < least[:, None]] = np.inf
                 np.minimum(costs, found, out=costs)
+        costs[self.exact.beyond(length)] = np.inf
         for start, edge in enumerate(self.before[:starts]):
             shifted[start, :edge] = np.inf
             shifted[start, edge:] = costs[start, : len(memory) - edge]
@@ -670,19 +717,19 @@ class _Table:
 
     def plans(self, budget: int) -> Iterator[Segments]:
         """Yield those of the fastest plans of each slot that keep a budget, fastest first."""
-        slot, times = self.slot(budget), self.costs[self.count - 1, 0]
+        slot, times, exact = self.slot(budget), self.costs[self.count - 1, 0], self.exact
         while slot >= 0 and np.isfinite(times[slot]):
             # The least memory of this time.
             slot = int(np.searchsorted(-times[: slot + 1], -times[slot]))
             items, peak = self._choose(0, self.count - 1, slot)
             if peak <= budget:
-                yield _merged(items[:-1])
+                yield exact.segments(items)
             slot -= 1
 
     def plan_within(self, slot: int, budget: int) -> tuple[float, Segments]:
         """Return a plan that keeps a budget to the byte, chosen by the costs of a slot, and its time by these."""
         items, _ = self._choose(0, self.count - 1, slot, budget)
-        return float(self.costs[self.count - 1, 0, slot]), _merged(items[:-1])
+        return float(self.costs[self.count - 1, 0, slot]), self.exact.segments(items)
 
     def _choose(
         self, start: int, last: int, slot: int, budget: int | None = None
@@ -748,6 +795,18 @@ def _segment(start: int, stop: int, items: list[tuple[Mode, int] | Segment]) -> 
     children = _merged(items)
     plain = len(children) == 1 and children[0].mode == "keep"
     return Segment(start, stop, () if plain else children)
+
+
+def _of_blocks(segments: Segments, gaps: Ints) -> Segments:
+    """Return segments of stages as segments of the blocks among them, by how many gaps are before each stage."""
+    found = []
+    for segment in segments:
+        start, stop = (edge - int(gaps[edge]) for edge in (segment.start, segment.stop))
+        if start < stop:
+            found.append(
+                Segment(start, stop, _of_blocks(segment.children, gaps), mode=segment.mode)
+            )
+    return tuple(found)
 
 
 def _merged(items: list[tuple[Mode, int] | Segment]) -> Segments:
