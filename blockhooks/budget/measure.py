@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from blockhooks.apply import apply_blocks
+from blockhooks.chain import HookChain
 from blockhooks.costs import ChainProfile
 from blockhooks.errors import BudgetError
 from blockhooks.hooks.checkpoint import Checkpoint
+from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.models import attach
+from blockhooks.plan import Segment
+from blockhooks.run import Run
+from blockhooks.structure import contents_of, tensors_in
 
 __all__ = ["measure"]
 
@@ -23,8 +29,9 @@ def measure(
 ) -> ChainProfile:
     """Measure the blocks of a stack or of a model: seconds and bytes of forward and backward, in each mode.
 
-    One forward runs, in about the memory of a single block; after each block its forward and backward are executed a
-    few times on stand-ins. Parameters, gradients, buffers and random generators are left as they were.
+    A forward runs, in about the memory of a single block; after each block its forward and backward are executed a
+    few times on stand-ins. Afterwards everything is as it was: parameters, gradients, buffers, attributes, random
+    generators, and what the inputs hold.
 
     Args:
         blocks_or_model: Blocks (a list, an `nn.ModuleList` or an `nn.Sequential`), or a model, whose repeated blocks
@@ -40,18 +47,24 @@ def measure(
         BudgetError: If not every block was called, so that there is no profile.
     """
     checkpoint = Checkpoint(memory_budget=1.0)
+    assert checkpoint.planner is not None
     model = isinstance(blocks_or_model, nn.Module) and not isinstance(
         blocks_or_model, (nn.ModuleList, nn.Sequential)
     )
     blocks: Any = blocks_or_model if model else tuple(blocks_or_model)  # type: ignore[arg-type]
-    with _untouched([blocks] if model else blocks), torch.enable_grad():
-        if model:
-            with attach(blocks, hooks=checkpoint):
-                blocks(*inputs, **kwargs)
-        else:
-            apply_blocks(blocks, *inputs, hooks=checkpoint, **kwargs)
-    assert checkpoint.planner is not None
-    profiles = checkpoint.planner.profiles
+    untouched = partial(_untouched, (blocks,) if model else blocks, inputs, kwargs)
+    for _ in range(
+        2
+    ):  # what cannot be executed again in its first forward perhaps can in its second
+        with untouched(), torch.enable_grad():
+            if model:
+                with attach(blocks, hooks=checkpoint):
+                    blocks(*inputs, **kwargs)
+            else:
+                apply_blocks(blocks, *inputs, hooks=checkpoint, **kwargs)
+        profiles = checkpoint.planner.profiles
+        if profiles:
+            break
     if not profiles:
         raise BudgetError(
             f"not every block was called and could be measured ({checkpoint.report()}); "
@@ -62,17 +75,25 @@ def measure(
 
 
 @contextlib.contextmanager
-def _untouched(modules: Iterable[Any]) -> Iterator[None]:
-    """Put back buffers and the generators of torch."""
-    buffers = [b for m in modules if isinstance(m, nn.Module) for b in m.buffers()]
-    before = [buffer.detach().clone() for buffer in buffers]
-    accelerator = torch.accelerator.current_accelerator()
-    devices = [] if accelerator is None else list(range(torch.accelerator.device_count()))
-    kind = "cuda" if accelerator is None else accelerator.type
-    with torch.random.fork_rng(devices, device_type=kind):
+def _untouched(
+    blocks: tuple[Any, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Put back what a forward changes: all that is reached from the blocks and from what they are given."""
+    run, all_blocks = Run(blocks, inputs, kwargs, HookChain(()).hooks), Segment(0, len(blocks))
+    found = run.survey(all_blocks)
+    owners = [*map(vars, found.modules), *found.objects, inputs, kwargs]
+    contents = contents_of(owners)
+    tensors = [t for t in tensors_in(owners) if not isinstance(t, nn.Parameter)]
+    values = [tensor.detach().clone() for tensor in tensors]
+    gradients = [(p, p.grad) for module in found.modules for p in module.parameters(recurse=False)]
+    with RNGSnapshot().recompute_context(run, all_blocks)():
         try:
             yield
         finally:
+            contents.put_back()
             with torch.no_grad():
-                for buffer, values in zip(buffers, before, strict=True):
-                    buffer.copy_(values)
+                for tensor, value in zip(tensors, values, strict=True):
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

@@ -1,5 +1,10 @@
 """What `measure` says of blocks is what a step with them takes, and nothing is changed by it."""
 
+import copy
+import random
+import types
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,20 +44,94 @@ def test_selective_blocks_are_measured_too():
     assert predict(profile, plan(4)).peak == pytest.approx(found, rel=0.01)
 
 
-def test_measuring_leaves_parameters_gradients_buffers_and_generators_alone():
+class Remembers(nn.Module):
+    """A block that changes all that a block can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(64, 64), nn.BatchNorm1d(96), nn.Dropout()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.count, self.seen, self.state = 0, [], {"last": None}
+        self.noise, self.mean = torch.Generator().manual_seed(0), torch.zeros(64)
+        self.draws, self.statistics = random.Random(0), types.SimpleNamespace(total=0.0)
+
+    def forward(self, x, cache):
+        self.calls += 1
+        self.count += 1
+        self.seen.append(x.shape)
+        self.state["last"] = x.detach()
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+        self.statistics.total += self.draws.random() + random.random() + np.random.random()
+        self.fresh = x.sum().item()
+        cache.setdefault(id(self), []).append(x)
+        if cache["in place"]:
+            cache["tensor"].add_(1)
+        self.linear.training = False
+        x = self.dropout(self.norm(self.linear(x)))
+        return x + torch.randn(64, generator=self.noise)
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.steps = nn.ModuleList(Remembers() for _ in range(3)), 0
+
+    def forward(self, x, cache):
+        self.steps += 1
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def world(model, cache):
+    modules = {
+        name: {
+            key: [copy.copy(value), getattr(value, "__dict__", {}).copy()]
+            for key, value in vars(module).items()
+            if not isinstance(value, (nn.Module, torch.Generator, random.Random, torch.Tensor))
+        }
+        for name, module in model.named_modules()
+    }
+    tensors = [*model.state_dict().values(), cache["tensor"], *(b.mean for b in model.blocks)]
+    rngs = [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(np.int64))]
+    rngs += [block.noise.get_state() for block in model.blocks]
+    plain = random.getstate(), [b.draws.getstate() for b in model.blocks], list(cache)
+    return modules, plain, [t.clone() for t in tensors + rngs]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "blocks"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["side input in place", ""])
+def test_measuring_leaves_everything_as_it_was(whole, in_place):
     torch.manual_seed(0)
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(96), nn.Dropout()) for _ in range(3)
-    )
-    before = {name: t.clone() for name, t in blocks.state_dict().items()}
-    x = hidden()
-    generator = torch.get_rng_state()
+    model, cache, x = Loop(), {"tensor": torch.zeros(3), "in place": in_place}, hidden()
+    modules, plain, tensors = world(model, cache)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
-    measure(blocks, x)
+    profile = measure(model if whole else model.blocks, x, cache)
 
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(t, before[name]) for name, t in blocks.state_dict().items())
-    assert all(p.grad is None for p in blocks.parameters())
+    assert [block.recompute == float("inf") for block in profile.blocks] == [in_place] * 3
+    modules_after, plain_after, tensors_after = world(model, cache)
+    assert modules_after == modules
+    assert plain_after == plain
+    assert all(map(torch.equal, tensors_after, tensors))
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert x.grad is None
+
+
+def test_a_failed_measurement_leaves_everything_as_it_was():
+    class Fails(Loop):
+        def forward(self, x, cache):
+            super().forward(x, cache)
+            raise ZeroDivisionError("by zero")
+
+    model, cache, x = Fails(), {"tensor": torch.zeros(3), "in place": True}, hidden()
+    modules, plain, tensors = world(model, cache)
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        measure(model, x, cache)
+    modules_after, plain_after, tensors_after = world(model, cache)
+    assert (modules_after, plain_after) == (modules, plain)
+    assert all(map(torch.equal, tensors_after, tensors))
 
 
 def test_a_models_stacks_are_found_and_follow_each_other():
