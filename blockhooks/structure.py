@@ -69,7 +69,7 @@ MODULE_INTERNALS = frozenset(_EVERY_MODULE_HAS)
 """The attributes that every `nn.Module` has: its registries, its hooks, its training flag."""
 _OPAQUE_BASES = (
     nn.Module, enum.Enum, logging.Logger, logging.Handler, pathlib.PurePath, type, random.Random,
-    types.ModuleType, BaseException, weakref.ref,
+    types.ModuleType, BaseException, weakref.ref, torch.optim.Optimizer,
 )  # fmt: skip
 _OPAQUE_MODULES = tuple(f"{name}." for name in (
     "threading", "concurrent", "asyncio", "multiprocessing", "weakref", "contextvars", "typing", "abc",
@@ -169,12 +169,12 @@ def _is_plain(value: object) -> bool:
 
 @functools.cache
 def _is_closed(kind: type) -> bool:
-    """Whether instances may have a state that cannot be looked into: those of other libraries' compiled code.
+    """Whether instances have a state that cannot be given again: those of other libraries' compiled code, and optimizers.
 
-    That they change is seen only by what changes around them.
+    That they change is seen only by what changes around them, or by what they change.
     """
-    if kind.__name__ == "SwigPyObject":  # which calls itself a built-in
-        return True
+    if kind.__name__ == "SwigPyObject" or issubclass(kind, torch.optim.Optimizer):
+        return True  # the first calls itself a built-in
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):  # such as a file in memory
         return True

@@ -58,7 +58,8 @@ class StateSnapshot:
     in a plain function's closure is the user's own and is left alone.
 
     A block that holds an iterator or initialises a lazy module keeps what autograd saved, since it cannot be executed
-    again; so does one that changes what holds an object of another library's compiled code, such as a search index.
+    again; so does one that changes what holds an object of another library's compiled code, such as a search index, and
+    one that lets an optimizer of its own change its parameters.
     A change through ``.data`` or NumPy counts no version: it is seen where it happens in one of the forwards that are
     compared, as it is by a module that makes it in its first.
 
@@ -225,6 +226,7 @@ class _State:
         "flags",
         "gradients",
         "hooked",
+        "optimizes",
         "originals",
         "owners",
         "parameters",
@@ -270,6 +272,7 @@ class _State:
         if self.structure is not None:
             self.originals = list(map(id, self.structure.tensors))
             self.structure.tensors = list(map(_without_graph, self.structure.tensors))
+        self.optimizes = any(issubclass(kind, torch.optim.Optimizer) for kind in capturing.closed)
         if capturing.iterators:
             self.stays = "it holds an iterator, which can be read only once"
         self.side: Captured | None = None
@@ -404,6 +407,10 @@ class _State:
             compared.learned.changing.add(compared.name)
             if compared.before is None:
                 reason = _first_time(compared.name)
+        if self.optimizes and any(
+            place.tensor.is_leaf and place.tensor.requires_grad for place in self.compared
+        ):
+            reason = "it lets an optimizer change its parameters"
         if self.side is not None and versions_of(self.side.tensors) != self.side_versions:
             reason = "it changes a tensor of its side inputs in place"
         closed = self._changed_around()

@@ -38,7 +38,7 @@ def train(run, blocks, steps=2, width=4, rows=6):
 def test_batch_norm_counts_a_batch_once(momentum):
     def step(run):
         blocks = [
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh())
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.9), nn.Tanh())
             for _ in range(3)
         ]
         told = train(run, blocks)
@@ -289,6 +289,27 @@ def test_weights_clipped_in_the_forward(run):
             return torch.tanh(self.linear(x)) + x
 
     return train(run, [Clipped(True), Clipped(False)], steps=3)
+
+
+@agrees
+def test_weights_changed_by_an_optimizer_in_every_forward(run):
+    """As codebooks are that learn while they quantize."""
+
+    class Learns(Layer):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(3, 4))
+            self.optimizer = torch.optim.SGD([self.codes], lr=0.1, momentum=0.9)
+
+        def forward(self, x):
+            x = super().forward(x)
+            nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
+            (self.codes[nearest] - x.detach()).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return x * self.codes[nearest]
+
+    return train(run, [Learns() for _ in range(3)], steps=4)
 
 
 @agrees
