@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from blockhooks import Checkpoint, apply_blocks, attach, current_block, hookimpl, plan
 from blockhooks.plan import Segment
 from tests.models.test_calls import saved_bytes
-from tests.models.toys import MODELS, WIDTH, Block, Loop, same, sequence, step
+from tests.models.toys import MODELS, WIDTH, Block, Loop, Named, same, sequence, step
 
 PLANS = {
     "pairs": plan.every(2),
@@ -283,22 +283,7 @@ def test_nested_segments_are_recomputed_as_by_apply_blocks(name):
 
 
 def test_blocks_that_hand_on_a_dict_are_recomputed_one_by_one():
-    class Named(Block):
-        def forward(self, parts):
-            return {"x": super().forward(parts["x"]), "seen": parts["seen"] + 1}
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Named() for _ in range(3)])
-
-        def forward(self, x):
-            parts = {"x": x, "seen": 0}
-            for layer in self.layers:
-                parts = layer(parts)
-            return parts["x"] * parts["seen"]
-
-    plain = Model()
+    plain = Named()
     hooked = copy.deepcopy(plain)
     with attach(hooked, [Checkpoint(plan.every(3))]) as handle:
         for _ in range(2):

@@ -281,6 +281,153 @@ class Experts(nn.Module):
         return x
 
 
+class Named(nn.Module):
+    """Hands on a dict."""
+
+    class Layer(Block):
+        def forward(self, parts):
+            return {"x": super().forward(parts["x"]), "seen": parts["seen"] + 1}
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x):
+        parts = {"x": x, "seen": 0}
+        for layer in self.layers:
+            parts = layer(parts)
+        return parts["x"] * parts["seen"]
+
+
+class Spiking(nn.Module):
+    """State in plain attributes, which the model clears before each of its sequences."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.decay = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+            self.potential, self.steps = 0.0, 0
+
+        def forward(self, x):
+            self.potential = self.potential * self.decay.sigmoid() + self.linear(x)
+            self.steps += 1
+            return x + torch.tanh(self.potential) / self.steps
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.potential, layer.steps = 0.0, 0
+        out = 0.0
+        for now in x.unbind(1):
+            for layer in self.layers:
+                now = layer(now)
+            out = out + now
+        return out
+
+
+class Codebooks(nn.Module):
+    """Quantizers: codes that begin as their first inputs, follow by moving averages, and are replaced when unused."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("started", torch.tensor(False))
+            self.register_buffer("codes", torch.zeros(4, WIDTH))
+            self.register_buffer("counts", torch.zeros(4))
+
+        def forward(self, x):
+            flat = self.linear(x).flatten(0, -2)
+            if not self.started:
+                self.codes.data.copy_(flat.detach()[torch.randperm(len(flat))[:4]])
+                self.started.fill_(True)
+            nearest = torch.cdist(flat.detach(), self.codes).argmin(-1)
+            chosen = F.one_hot(nearest, 4).float()
+            self.counts.lerp_(chosen.sum(0), 0.2)
+            self.codes.lerp_(
+                chosen.T @ flat.detach() / chosen.sum(0).clamp(min=1).unsqueeze(-1), 0.2
+            )
+            unused = self.counts < 0.5
+            self.codes.data[unused] = flat.detach()[torch.randint(len(flat), (4,))][unused]
+            codes = self.codes[nearest]
+            loss = (flat - codes).square().mean()
+            return x + (flat + (codes - flat).detach()).view_as(x), loss
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x):
+        losses = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            losses.append(loss)
+        return x, losses
+
+
+class Learning(nn.Module):
+    """Codes that learn in the forward, by an optimizer of their own."""
+
+    class Layer(Block):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(4, WIDTH))
+            self.optimizer = torch.optim.SGD([self.codes], lr=0.1, momentum=0.9)
+
+        def forward(self, x):
+            x = super().forward(x)
+            nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
+            (self.codes[nearest] - x.detach()).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return x * self.codes[nearest]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Searching(nn.Module):
+    """Every other call of a block is given a memory to read and add to, whose index cannot be looked into."""
+
+    class Memory:
+        class Index(numpy.ndarray):
+            pass
+
+        def __init__(self):
+            self.entries, self.index = 0, numpy.zeros(4).view(self.Index)
+
+        def add(self, x):
+            self.entries += 1
+            self.index[self.entries % 4] += float(x.detach().mean())
+
+    class Layer(Block):
+        def forward(self, x, memory=None):
+            if memory is not None:
+                found = float(memory.index.sum())
+                memory.add(x)
+                x = x + found
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x):
+        memory = self.Memory()
+        for layer in self.layers:
+            x = layer(layer(x), memory)
+        return x
+
+
 def image():
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -303,6 +450,11 @@ MODELS = {
     "parts": (Parts, sequence),
     "skips": (Skips, sequence),
     "experts": (Experts, sequence),
+    "named": (Named, sequence),
+    "spiking": (Spiking, sequence),
+    "codebooks": (Codebooks, sequence),
+    "learning": (Learning, sequence),
+    "searching": (Searching, sequence),
 }
 
 
