@@ -105,6 +105,7 @@ class Handle:
 
     Attributes:
         evaluating: Whether this step is an evaluation after a training step, which is the one to be reported.
+        called: Whether the model was called since the hooks were put on.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Handle:
         self._stacks = [_Attached(self, stack, inside=False) for stack in outer]
         self._stacks += [_Attached(self, stack, inside=True) for stack in inner]
         self._in_forward = 0
-        self.evaluating = False
+        self.evaluating = self.called = False
         for stack in self._stacks:
             stack.route()
         if not is_routed(model):
@@ -133,7 +134,8 @@ class Handle:
         """Tell the stacks and blocks, what was asked for each, and what was really done in the last step."""
         model = self._model()
         shown = [stack.record for stack in self._stacks if not stack.inside or stack.record.called]
-        report = AttachReport("(deleted)" if model is None else type(model).__name__, shown)
+        name = "(deleted)" if model is None else type(model).__name__
+        report = AttachReport(name, shown, self.called)
         for stack in self._stacks:
             stack.measured.clear()
         return report
@@ -161,6 +163,7 @@ class Handle:
     def forward(self) -> Iterator[None]:
         """Mark the model's own forward: its beginning is the beginning of a step."""
         if not self._in_forward and not in_backward():
+            self.called = True
             self.begin_step()
         self._in_forward += 1
         try:

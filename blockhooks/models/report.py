@@ -223,12 +223,12 @@ class StackRecord:
         for block in self.blocks:
             block.begin_step()
 
-    def warnings(self, others_called: bool) -> Iterator[str]:
+    def warnings(self, ran: bool) -> Iterator[str]:
         """What the user should know."""
         where = self.name or "the model itself"
         if self.reversible:
             yield f"{where}: a reversible stack, which keeps nothing between its blocks; it is left alone."
-        elif others_called and not self.called:
+        elif ran and not self.called:
             yield f"{where}: none of its {len(self.blocks)} blocks was called in the last step."
         if any(block.compiled and not block.calls for block in self.blocks):
             yield f"{where}: calls of compiled blocks cannot be seen; what is told is how they were compiled."
@@ -262,15 +262,15 @@ class AttachReport:
         model: The model's class.
         stacks: For each stack its name, classes and blocks, as in `to_dict`.
         warnings: What the user should know, one sentence each.
+        ran: Whether there was a step.
     """
 
-    def __init__(self, model: str, records: Iterable[StackRecord]) -> None:
+    def __init__(self, model: str, records: Iterable[StackRecord], called: bool = False) -> None:
         records = list(records)
-        any_called = any(record.called for record in records)
+        self.ran = called or any(record.called for record in records)
         self.model = model
         self.stacks: list[dict[str, Any]] = [record.to_dict() for record in records]
-        self.warnings = [line for record in records for line in record.warnings(any_called)]
-        self.ran = any_called
+        self.warnings = [line for record in records for line in record.warnings(self.ran)]
 
     @property
     def saved_bytes(self) -> int:

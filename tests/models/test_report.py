@@ -243,3 +243,27 @@ def test_an_evaluation_is_not_the_last_step():
             model.layers[0](sequence())
         assert handle.report().to_dict() == after
         assert done(handle) == ["recomputed"] * 2
+
+
+def test_blocks_of_which_only_other_methods_are_called_are_told():
+    class Inverse(Block):
+        def inverse(self, x):
+            return super().forward(x)
+
+    class Flow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.flows = nn.ModuleList([Inverse() for _ in range(3)])
+
+        def forward(self, x):
+            for flow in self.flows:
+                x = flow.inverse(x)
+            return x
+
+    model = Flow()
+    with attach(model, [Checkpoint()]) as handle:
+        assert handle.report().warnings == []
+        step(model, sequence())
+        report = handle.report()
+    assert report.title == "Flow: 1 stack of blocks, in the last step"
+    assert report.warnings == ["flows: none of its 3 blocks was called in the last step."]
