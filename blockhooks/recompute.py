@@ -27,7 +27,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -107,6 +107,18 @@ def _overwritten(where: str, tensor: Tensor, version: int) -> str:
         f"tensor of shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}. Change a "
         "copy of it, or run the backward first."
     )
+
+
+class _Constant:
+    """An argument of inference mode, which autograd does not save and counts no versions of."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> Tensor:
+        return self._tensor
 
 
 class PackHook:
@@ -204,6 +216,7 @@ class Frame(PackHook):
         "_rebuild",
         "_recomputed",
         "_saved",
+        "_tensors",
         "_versions",
         "ambient",
         "taken",
@@ -223,13 +236,22 @@ class Frame(PackHook):
         self._early_stop, self._check, self._describe = early_stop, check, describe
         self.taken: list[Tensor] | None = []  # until the forward is over
         self._versions: list[int] = []
+        self._tensors: list[weakref.ref[Tensor]] = []
         self._holders: list[weakref.ref[_Holder]] = []
         self._prints: list[Any] = []
         self._late: list[int] = []  # of those that may get their values after they were saved
         self._overwritten = _NONE
         self._recomputed: dict[Any, dict[int, Tensor]] = {}
         # Before our own hooks are installed: an enclosing region packs the arguments.
-        self._saved = [_make_saved_tensor(tensor, False) for tensor in tensors]
+        try:
+            self._saved: list[Any] = [_make_saved_tensor(tensor, False) for tensor in tensors]
+        except RuntimeError:
+            if not any(tensor.is_inference() for tensor in tensors):
+                raise
+            self._saved = [
+                _Constant(tensor) if tensor.is_inference() else _make_saved_tensor(tensor, False)
+                for tensor in tensors
+            ]
         # Of the user's: an unpacked or detached tensor has none of them.
         self._attributes = [tensor.__dict__.copy() for tensor in tensors]
         self.ambient = Ambient.now()
@@ -249,6 +271,7 @@ class Frame(PackHook):
         holders.append(weakref.ref(holder))
         taken.append(tensor)
         self._versions.append(tensor._version)
+        self._tensors.append(weakref.ref(tensor))
         check = self._check
         if check == "shapes":
             self._prints.append((tensor.shape, tensor.dtype, tensor.device))
@@ -295,7 +318,7 @@ class Frame(PackHook):
             if holder is not None:
                 holder.source = _Kept(tensor, version, self._describe)
         del self._holders[start:], self.taken[start:], self._versions[start:]
-        del self._prints[start:]
+        del self._tensors[start:], self._prints[start:]
         self._late = [index for index in self._late if index < start]
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -350,7 +373,14 @@ class Frame(PackHook):
                 return self._recompute(task)
         args, kwargs = self._rebuild(self._arguments())
         replay = _Replay(
-            self._describe, self._holders, self._prints, self._check, self._early_stop, self._late
+            self._describe,
+            self._holders,
+            self._tensors,
+            self._versions,
+            self._prints,
+            self._check,
+            self._early_stop,
+            self._late,
         )
         try:
             self._context.copy().run(self._execute, args, kwargs, replay)
@@ -395,6 +425,7 @@ class Frame(PackHook):
         _RECOMPUTING.set(True)
         ambient, grad = self.ambient, torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
+        levels = _batched(0)
         before = ambient.enter()
         if ambient.autocast:
             torch.autocast_increment_nesting()
@@ -408,6 +439,10 @@ class Frame(PackHook):
             replay.push(_identity)
             try:
                 self._function(*args, **kwargs)
+            except Exception as error:
+                if not replay.stopped or isinstance(error, torch.jit.Error):
+                    raise
+                _clear(error)  # what the function has made of the signal
             finally:
                 replay.pop()
         except BaseException as error:
@@ -422,8 +457,25 @@ class Frame(PackHook):
                     torch.clear_autocast_cache()
                 torch._C._set_grad_enabled(True)
                 ambient.leave(before)
+                _batched(levels)
                 torch._C._set_grad_enabled(grad)
-        replay.returned = True
+
+
+def _batched(levels: int) -> int:
+    """Set how many batched backwards (`is_grads_batched`) run around, and return how many there were.
+
+    What they compute with is batched; what was saved is not, and must be free to draw random numbers.
+    """
+    present = _more_batched() - 1
+    for _ in range(present + 1 - levels):
+        _less_batched()
+    for _ in range(levels - present - 1):
+        _more_batched()
+    return present
+
+
+_more_batched = torch._C._vmapmode_increment_nesting
+_less_batched = torch._C._vmapmode_decrement_nesting
 
 
 def _leave(
@@ -443,7 +495,7 @@ class _Replay(PackHook):
 
     Attributes:
         values: What is needed of what was saved, by index.
-        returned: Whether the function has returned, and was not stopped before.
+        stopped: Whether all was there, and the function was told so; what it does then does not matter.
     """
 
     __slots__ = (
@@ -455,9 +507,12 @@ class _Replay(PackHook):
         "_holders",
         "_last",
         "_late",
+        "_overwritten",
         "_postponed",
         "_prints",
-        "returned",
+        "_tensors",
+        "_versions",
+        "stopped",
         "values",
     )
 
@@ -465,12 +520,15 @@ class _Replay(PackHook):
         self,
         describe: Callable[[], str],
         holders: Sequence[weakref.ref[_Holder]],
+        tensors: Sequence[weakref.ref[Tensor]],
+        versions: Sequence[int],
         prints: Sequence[Any],
         check: Check,
         early_stop: bool,
         late: Sequence[int],
     ) -> None:
         self._describe, self._holders, self._prints = describe, holders, prints
+        self._tensors, self._versions = tensors, versions
         self._check, self._late = check, late
         self.values: dict[int, Tensor] = {}
         self._count = 0
@@ -482,17 +540,25 @@ class _Replay(PackHook):
         self._due = False  # all is there once the operation that is running has ended
         self._postponed: list[int] = []  # to be compared then
         self._differs: list[str] = []
-        self.returned = False
+        self._overwritten: str | None = None
+        self.stopped = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Pack a tensor: it is one of those that are needed, or one that nobody needs any more."""
         index = self._count
         self._count = index + 1
         if self._due:
-            raise EarlyStop(self)
+            self._stop()
+        needed = index < len(self._holders) and self._holders[index]() is not None
+        if (
+            needed
+            and self._tensors[index]() is tensor  # that the forward saved: none of the region's own
+            and tensor._version != self._versions[index]
+        ):
+            self._overwritten = _overwritten(self._describe(), tensor, self._versions[index])
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf has no graph to hold
             tensor = tensor.detach()
-        if index < len(self._holders) and self._holders[index]() is not None:
+        if needed:
             self.values[index] = tensor
             if index in self._late:
                 self._postponed.append(index)
@@ -500,9 +566,13 @@ class _Replay(PackHook):
                 self._compare(index, tensor)
             if index == self._last:
                 if not self._postponed:
-                    raise EarlyStop(self)
+                    self._stop()
                 self._due = True
         return tensor
+
+    def _stop(self) -> NoReturn:
+        self.stopped = True
+        raise EarlyStop(self)
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         check = self._check
@@ -528,16 +598,18 @@ class _Replay(PackHook):
         expected, count = len(self._holders), self._count
         for index in self._postponed:
             self._compare(index, self.values[index])
+        if self._overwritten is not None:
+            raise RecomputeError(self._overwritten)
         if self._differs:
             what = "values" if self._check == "values" else "metadata"
             raise RecomputeError(
-                f"{self._describe()}: the recompute is not the forward: saved tensors have different {what} "
-                f"({len(self._differs)} of {expected}).\n"
+                f"{self._describe()}: the recompute is not the forward. Recomputed values for the following tensors have "
+                f"different {what} than in the forward ({len(self._differs)} of {expected}):\n"
                 + "\n".join(self._differs[:8])
                 + "\nSomething that the block reads changed between forward and recompute, or the block is "
                 "nondeterministic; carry it in a recompute_context, or keep this block."
             )
-        if not self.returned:  # stopped when all was there
+        if self.stopped:
             return
         if count < expected:
             raise RecomputeError(

@@ -754,6 +754,10 @@ class Survey:
         objects: Callable objects and the owners of bound methods that serve as blocks.
         hooks: Callable objects that serve as forward hooks of the modules.
         rngs: Random generators of torch, NumPy and Python.
+        tensors: Tensors beside parameters and buffers: in closures, and without a graph in attributes and containers.
+        cells: Variables of outer functions that are read, and that none of the functions sets; with what each is bound to.
+        lent: Modules that functions of a library hold (`checkpoint_sequential`), and only they.
+        scripted: Whether there is TorchScript, which saves other tensors when it is executed again.
     """
 
     modules: list[nn.Module]
@@ -761,6 +765,10 @@ class Survey:
     objects: list[Any]
     hooks: list[Any]
     rngs: list[Any]
+    tensors: list[Tensor]
+    cells: list[tuple[types.CellType, Any]]
+    lent: list[nn.Module]
+    scripted: bool
 
 
 def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
@@ -769,9 +777,20 @@ def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
     search.blocks = tuple(blocks)
     for block in search.blocks:
         search.block(block)
+    tensors, search.tensors = search.tensors, []
     for value in side:
         search.value(value, 0)
-    return Survey(search.modules, search.attributes, search.objects, search.hooks, search.rngs)
+    return Survey(
+        search.modules,
+        search.attributes,
+        search.objects,
+        search.hooks,
+        search.rngs,
+        tensors,
+        [(cell, value) for cell, value in search.cells if id(cell) not in search.own],
+        search.lent,
+        search.scripted,
+    )
 
 
 def _leads_on(value: object) -> bool:
@@ -786,6 +805,11 @@ class _Search:
         self.objects: list[Any] = []
         self.hooks: list[Any] = []
         self.rngs: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.own: set[int] = set()  # of cells, those that a function sets
+        self.lent: list[nn.Module] = []
+        self.lending = self.scripted = False
         self.seen: set[int] = set()
         self.partly: set[int] = set()
         self.blocks: tuple[Any, ...] = ()
@@ -802,7 +826,9 @@ class _Search:
         elif isinstance(block, functools.partial):
             self.block(block.func)
             for value in (*block.args, *block.keywords.values()):
-                self.block(value) if callable(value) else self.value(value, 0)
+                self.block(value) if callable(value) else self.held(value)
+        elif isinstance(block, torch.jit.ScriptFunction):
+            self.scripted = True
         elif callable(block) and not isinstance(block, (type, types.BuiltinFunctionType)):
             self.owner(block)
 
@@ -835,24 +861,43 @@ class _Search:
         self.globals_of_class(type(module))
 
     def function(self, function: Any) -> None:
-        if id(function) in self.seen or _of_a_library(getattr(function, "__module__", None)):
+        if id(function) in self.seen:
             return
         self.seen.add(id(function))
+        if _of_a_library(getattr(function, "__module__", None)):
+            self.library_function(function)
+            return
         names = function.__code__.co_freevars if _has_code(function) else ()
         for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # a name that is not bound yet
                 continue
+            self.cells.append((cell, value))
+            if name in _sets(function.__code__):
+                self.own.add(id(cell))
             if isinstance(value, nn.Module):
                 self.owner(value, function, name)
             elif callable(value):
                 self.block(value)
             else:
-                self.value(value, 0)
+                self.held(value)
         for value in getattr(function, "__defaults__", None) or ():
-            self.value(value, 0)
+            self.held(value)
         self.globals_of(function)
+
+    def library_function(self, function: Any) -> None:
+        """Find the modules that a function of a library holds for its caller."""
+        lending, self.lending = self.lending, True
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                value = cell.cell_contents
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(item, nn.Module):
+                        self.value(item, 0)
+                    elif isinstance(item, (types.FunctionType, types.MethodType)):
+                        self.block(item)
+        self.lending = lending
 
     def module(self, module: nn.Module) -> None:
         stack = [module]
@@ -861,8 +906,13 @@ class _Search:
             if id(module) in self.seen:
                 continue
             self.seen.add(id(module))
+            if isinstance(module, torch.jit.ScriptModule):
+                self.scripted = True
+                continue
             attributes = own_attributes(module)
-            if id(module) not in self.partly:
+            if self.lending:
+                self.lent.append(module)
+            elif id(module) not in self.partly:
                 self.modules.append(module)
                 self.attributes.append(attributes)
             for _, value in attributes:
@@ -894,9 +944,20 @@ class _Search:
         for names, name in reached:
             self.value(names.get(name), 0)
 
+    def held(self, value: Any) -> None:
+        """Look at what a function holds itself."""
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        else:
+            self.value(value, 0)
+
     def value(self, value: Any, depth: int) -> None:
-        """Look for generators and for modules that are held outside of `_modules`."""
-        if not _leads_on(value) or id(value) in self.seen or isinstance(value, Tensor):
+        """Look for generators and tensors, and for modules that are held outside of `_modules`."""
+        if not _leads_on(value) or id(value) in self.seen:
+            return
+        if isinstance(value, Tensor):
+            if value.grad_fn is None:  # others are of a step, and not to be held longer
+                self.tensors.append(value)
             return
         if type(value) in _plain_types:  # first, for its class may make isinstance slow
             if depth <= MAX_OBJECT_DEPTH:
@@ -909,6 +970,8 @@ class _Search:
                 self.module(value)
         elif isinstance(value, (types.FunctionType, functools.partial)):
             self.block(value)
+        elif isinstance(value, torch.jit.ScriptFunction):
+            self.scripted = True
         elif depth <= MAX_OBJECT_DEPTH:
             self.inside(value, depth)
 
@@ -1057,14 +1120,10 @@ def _of_a_library(module: str | None) -> bool:
 
 
 def _worth_following(value: object) -> bool:
-    return (
-        isinstance(value, nn.Module)
-        or is_rng(value)
-        or (
-            type(value) in (list, tuple, dict)
-            and any(map(is_rng, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
-        )
-    )
+    if type(value) in (list, tuple, dict):
+        items: Any = value.values() if isinstance(value, dict) else value
+        return any(is_rng(item) or isinstance(item, nn.Module) for item in items)
+    return is_rng(value) or isinstance(value, (nn.Module, torch.jit.ScriptFunction))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1088,11 +1147,27 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                         stack += [
                             (inner.__code__, inner.__globals__) for inner in _functions(value)
                         ]
-                elif _worth_following(value) or (value is None and name in place):
-                    found.append(
-                        (place, name)
-                    )  # None: a generator that is made when it is needed first
+                elif _worth_following(value) or (name in place and _empty(value)):
+                    found.append((place, name))
     return tuple(found)
+
+
+def _empty(value: object) -> bool:
+    """Whether there may be a generator or module later: one that is made when it is needed first, for example."""
+    return value is None or (type(value) in (list, dict) and not value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sets(code: types.CodeType) -> frozenset[str]:
+    """The variables of outer functions that a function, or one in it, sets itself."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in _SETS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _sets(constant)
+    return frozenset(found)
+
+
+_SETS = frozenset(("STORE_DEREF", "DELETE_DEREF"))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

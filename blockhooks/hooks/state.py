@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
+from types import CellType
 from typing import Any
 
 import torch
@@ -53,13 +54,15 @@ class StateSnapshot:
     * Side inputs that can change (dicts, lists, caches): the recompute is given them as they were.
     * Forward hooks of the blocks' modules that only observe (return None, change no state, draw no random number) are
       not called in the recompute; all others are.
+    * Variables of an outer function that a block reads: a loop goes on before the backward comes.
 
     After the recompute everything is put back as it was found, the user's own objects in their places. A list or counter
-    in a plain function's closure is the user's own and is left alone.
+    in a plain function's closure is the user's own and is left alone. Of modules that a library's function holds
+    (torch's `checkpoint_sequential`), buffers alone are carried: their attributes count each execution, as they do there.
 
     A block that holds an iterator or initialises a lazy module keeps what autograd saved, since it cannot be executed
-    again; so does one that changes what holds an object of another library's compiled code, such as a search index, and
-    one that lets an optimizer of its own change its parameters.
+    again; so does one that runs TorchScript, one that changes what holds an object of another library's compiled code,
+    such as a search index, and one that lets an optimizer of its own change its parameters.
     A change through ``.data`` or NumPy counts no version: it is seen where it happens in one of the forwards that are
     compared, as it is by a module that makes it in its first.
 
@@ -218,6 +221,7 @@ class _State:
         "__weakref__",
         "accumulates",
         "attributes",
+        "cells",
         "changed",
         "closed",
         "compared",
@@ -259,6 +263,8 @@ class _State:
         capturing = Capturing()
         for module, attributes in zip(found.modules, found.attributes, strict=True):
             self._module(module, attributes, capturing)
+        for module in found.lent:
+            self._module(module, None, capturing)
         for owner in found.objects:
             self._object(owner, capturing)
         own = len(self.owners), len(self.slotted)
@@ -272,7 +278,10 @@ class _State:
         if self.structure is not None:
             self.originals = list(map(id, self.structure.tensors))
             self.structure.tensors = list(map(_without_graph, self.structure.tensors))
+        self.cells = found.cells
         self.optimizes = any(issubclass(kind, torch.optim.Optimizer) for kind in capturing.closed)
+        if found.scripted:
+            self.stays = "it runs TorchScript, which saves other tensors when it is executed again"
         if capturing.iterators:
             self.stays = "it holds an iterator, which can be read only once"
         self.side: Captured | None = None
@@ -284,8 +293,9 @@ class _State:
     # ---- capture -----------------------------------------------------------------------------------------------
 
     def _module(
-        self, module: nn.Module, attributes: list[tuple[str, Any]], capturing: Capturing
+        self, module: nn.Module, attributes: list[tuple[str, Any]] | None, capturing: Capturing
     ) -> None:
+        """Note a module's state; without attributes, its tensors alone."""
         owner = module.__dict__
         learned = _learned_of(module)
         lazy = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
@@ -312,6 +322,10 @@ class _State:
             for name, buffer in buffers.items():
                 if buffer is not None and not (lazy and is_lazy(buffer)):
                     self._place(buffers, name, buffer, learned, compare)
+        if attributes is None:
+            if buffers:
+                self._dict(buffers)
+            return
         for registry in registries:
             if registry:
                 self._dict(registry)
@@ -477,7 +491,7 @@ def _first_time(name: str) -> str:
 class _Restored(contextlib.AbstractContextManager[None]):
     """The state before the forward, in place for one recompute; and what was there, put back after it."""
 
-    __slots__ = ("_flags", "_gradients", "_now", "_own", "_side", "_state")
+    __slots__ = ("_cells", "_flags", "_gradients", "_now", "_own", "_side", "_state")
 
     def __init__(self, state: _State) -> None:
         self._state = state
@@ -491,6 +505,9 @@ class _Restored(contextlib.AbstractContextManager[None]):
         if not state.untouched():
             self._now = [(owner, dict(owner)) for owner, _ in state.all_contents()]
             self._now += [(registry, dict(registry)) for registry in state.empty if registry]
+        self._cells = [
+            (cell, value, now) for cell, value in state.cells if (now := _bound(cell)) is not value
+        ]
         self._flags = [parameter.requires_grad for parameter in state.parameters]
         side = None if state.side is None else state.side.rebuild(state.side.tensors)
         if state.attributes or side is not None:
@@ -517,6 +534,8 @@ class _Restored(contextlib.AbstractContextManager[None]):
 
     def _set(self) -> None:
         state = self._state
+        for cell, value, _ in self._cells:
+            cell.cell_contents = value
         for tensor, _ in self._gradients:
             tensor.grad = None
         fresh: dict[int, Tensor] = {}  # one tensor may have several places
@@ -551,8 +570,23 @@ class _Restored(contextlib.AbstractContextManager[None]):
         if self._now is not None or not state.untouched():
             state.put_back(state.all_contents() if self._now is None else self._now)
         _set_flags(state.parameters, self._flags)
+        for cell, _, now in self._cells:
+            if now is _UNBOUND:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = now
         for tensor, grad in self._gradients:
             tensor.grad = grad
+
+
+_UNBOUND: Any = object()
+
+
+def _bound(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNBOUND
 
 
 def _values(dicts: list[dict[str, Any]]) -> Iterator[Any]:

@@ -1,5 +1,8 @@
 """`VersionGuard`: what was changed in place between forward and backward is noticed, and named."""
 
+import ctypes
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +130,103 @@ def test_a_weight_of_another_segment_may_change():
         two.sum().backward()
 
 
+def test_what_can_be_reached_but_is_not_used_may_change():
+    class Holder:
+        def __init__(self):
+            self.layers = [Block(), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))]
+            self.table = torch.ones(4)
+
+    def run_plainly(function, *args):
+        return function(*args)
+
+    def step(run):
+        holder, x = Holder(), leaf(3, 4)
+
+        def call(x, which):
+            return holder.layers[which](x).sin()
+
+        ck = run_plainly if run is plain else checkpoint
+        y = ck(call, ck(call, x, 0), 1)
+        change(holder.table)
+        y.sum().backward()
+        return [(p.detach(), p.grad) for layer in holder.layers for p in layer.parameters()], x
+
+    agree(step)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("held", ["closure", "default", "partial", "container", "attribute"])
+def test_a_tensor_that_a_function_holds(held, saved):
+    table = torch.ones(4)
+
+    def compute(x, table):
+        return (x * table if saved else x + table).sin()
+
+    class Callable:
+        def __init__(self):
+            self.table = table
+
+        def __call__(self, x):
+            return compute(x, self.table)
+
+    function = {
+        "closure": lambda x: compute(x, table),
+        "default": lambda x, table=table: compute(x, table),
+        "partial": functools.partial(compute, table=table),
+        "container": lambda x, tables=({"t": table},): compute(x, tables[0]["t"]),
+        "attribute": Callable(),
+    }[held]
+    y = checkpoint(function, leaf(3, 4))
+    change(table)
+    with pytest.raises(RecomputeError, match="modified in place between forward and backward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("call", [lambda block: block, lambda block: block.forward], ids=str)
+def test_a_weight_that_a_kernel_reads_by_its_address(call):
+    class ByAddress(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return (x * ctypes.c_float.from_address(self.weight.data_ptr()).value).sin()
+
+    block = ByAddress()
+    y = checkpoint(call(block), leaf(3, 4))
+    change(block.weight)
+    with pytest.raises(RecomputeError, match="parameter 'weight' of .* was modified in place"):
+        y.sum().backward()
+
+
+def test_a_saved_tensor_that_nobody_can_reach():
+    hidden = [torch.ones(4)]
+    get = iter([hidden, hidden]).__next__
+
+    def compute(x):
+        return x * get()[0]
+
+    y = checkpoint(compute, leaf(3, 4))
+    change(hidden[0])
+    with pytest.raises(RecomputeError, match="has been modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_block_that_catches_the_error_does_not_hide_it():
+    table = torch.ones(4)
+
+    def compute(x):
+        try:
+            return (x + table).sin()
+        except RuntimeError:
+            return x.sin()
+
+    y = checkpoint(compute, leaf(3, 4))
+    change(table)
+    with pytest.raises(RecomputeError, match="a tensor in a closure of shape"):
+        y.sum().backward()
+
+
 def test_statistics_of_another_block_that_can_be_reached_may_change():
     class Net(nn.Module):
         def __init__(self):
@@ -156,7 +256,7 @@ def test_without_it_the_gradients_are_wrong_unnoticed():
     block = Block()
     expected = torch.autograd.grad(block(x).sum(), x)[0]
     out = apply_blocks([block], x, hooks=HookChain([Checkpoint()], without=("VersionGuard",)))
-    change(block.mask)
+    change(block.mix[0].bias)
     assert not torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
 
 

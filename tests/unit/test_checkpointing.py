@@ -566,7 +566,10 @@ def test_more_saved_tensors_are_an_error_where_the_recompute_runs_to_the_end(che
 )
 def test_other_metadata_are_an_error(other, early_stop):
     y = checkpoint(twofold(wave, other), double(3), early_stop=early_stop)
-    with pytest.raises(RecomputeError, match="have different metadata"):
+    with pytest.raises(
+        RecomputeError,
+        match="Recomputed values for the following tensors have different metadata than in the forward",
+    ):
         y.sum().backward()
 
 
@@ -631,6 +634,64 @@ def test_disabled_saved_tensor_hooks_are_torchs_error():
 
 
 # ---- hooks and backwards inside -----------------------------------------------------------------------------------
+
+
+LAYERS: list[nn.Module] = []
+
+
+def layer_of_a_global_list(x, index):
+    return LAYERS[index](x).sin()
+
+
+def test_modules_in_a_global_list():
+    def gradients(call):
+        LAYERS[:] = [nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))]
+        torch.manual_seed(0)
+        nn.init.normal_(LAYERS[1][0].weight)
+        nn.init.normal_(LAYERS[1][0].bias)
+        x = leaf(4, 3)
+        y = call(layer_of_a_global_list, call(layer_of_a_global_list, x, 0), 1)
+        y.square().sum().backward()
+        return [x.grad, *(b for layer in LAYERS for b in layer.buffers())]
+
+    assert all(map(torch.equal, gradients(checkpoint), gradients(plain)))
+
+
+def test_variables_of_a_loop_that_has_gone_on():
+    def gradients(call):
+        torch.manual_seed(0)
+        layers, x = [nn.Linear(3, 3) for _ in range(4)], leaf(2, 3)
+        y = x
+        for layer in layers:
+            scale = layer.weight.detach().sum()
+            y = call(lambda y: layer(y).sin() * scale, y)  # noqa: B023
+        y.sum().backward()
+        return [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+
+    assert all(map(torch.equal, gradients(checkpoint), gradients(plain)))
+
+
+def test_variables_are_put_back_and_those_that_the_function_sets_are_the_users():
+    executions, level, gone = 0, 2.0, 3.0
+
+    def count():
+        nonlocal executions
+        executions += 1
+
+    def function(x):
+        count()
+        assert executions > 0
+        return (x * level * gone).sin()  # noqa: F821
+
+    x = leaf(3)
+    y = checkpoint(function, x)
+    level = 5.0
+    del gone
+    y.sum().backward()
+    assert torch.equal(x.grad, (x * 2.0 * 3.0).cos() * 3.0 * 2.0)
+    assert (executions, level) == (2, 5.0)
+    with pytest.raises(NameError, match="gone"):
+        function(x)
 
 
 def test_gradient_hooks_fire_once():
@@ -998,6 +1059,43 @@ def test_an_exception_leaves_nothing_behind(no_collection, when):
     assert torch.equal(state, torch.get_rng_state())
 
 
+class Interrupted(Exception):
+    """What a function makes of whatever reaches it."""
+
+
+def swallowing(x):
+    y = x.sin()
+    try:
+        y = y.exp().cos()
+    except:  # noqa: E722
+        y = x
+    return y * 2
+
+
+def converting(x):
+    try:
+        return x.sin().exp()
+    except BaseException as error:
+        raise Interrupted from error
+
+
+def failing_to_clean_up(x):
+    try:
+        y = x.sin()
+        z = y.exp()
+    finally:
+        assert z.shape == y.shape  # unbound, where the signal came before
+    return z
+
+
+@pytest.mark.parametrize("function", [swallowing, converting, failing_to_clean_up])
+def test_what_a_function_makes_of_the_signal_does_not_matter(function):
+    x, other = double(3), double(3)
+    checkpoint(function, x).sum().backward()
+    function(other).sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
 def test_a_backward_can_be_tried_again_after_an_exception_in_the_recompute():
     executions = []
 
@@ -1123,12 +1221,29 @@ def test_transforms_of_torch_func_and_forward_mode():
     assert torch.equal(tangent, torch.func.jvp(loss(plain), (x,), (x,))[1])
 
 
-def test_batched_gradients():
-    x = double(3)
-    rows = torch.eye(3, dtype=torch.float64)
-    (found,) = torch.autograd.grad(checkpoint(wave, x), x, rows, is_grads_batched=True)
-    (expected,) = torch.autograd.grad(wave(x), x, rows, is_grads_batched=True)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_batched_gradients(dropout):
+    def function(x):
+        return wave(nn.functional.dropout(x, dropout))
+
+    def gradient(call):
+        torch.manual_seed(0)
+        x, rows = double(3), torch.eye(3, dtype=torch.float64)
+        return torch.autograd.grad(call(function, x), x, rows, is_grads_batched=True)[0]
+
+    assert torch.equal(gradient(checkpoint), gradient(plain))
+
+
+def test_arguments_of_inference_mode():
+    with torch.inference_mode():
+        positions = torch.arange(3.0)
+
+    def gradient(call):
+        x = leaf(3)
+        call(lambda x, positions: wave(x + positions), x, positions).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(checkpoint), gradient(plain))
 
 
 # ---- code that takes a checkpoint function ------------------------------------------------------------------------
@@ -1156,6 +1271,54 @@ def test_checkpoint_sequential(monkeypatch):
         return torch_checkpoint.checkpoint_sequential(model, 3, x, use_reentrant=False)
 
     assert all(map(torch.equal, step_of(network(), run), step_of(network())))
+
+
+def test_state_and_generators_of_modules_in_checkpoint_sequential(monkeypatch):
+    monkeypatch.setattr(torch_checkpoint, "checkpoint", checkpoint)
+
+    class Noise(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(seed)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(x * torch.rand(4, generator=self.generator)).tanh()
+
+    def step(run):
+        model, x = nn.Sequential(*map(Noise, range(5))), leaf(3, 4)
+        run(model, x).square().sum().backward()
+        draws = [torch.rand(2, generator=noise.generator) for noise in model]
+        return [x.grad, *(p.grad for p in model.parameters()), *model.buffers(), *draws]
+
+    def run(model, x):
+        return torch_checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False)
+
+    assert all(map(torch.equal, step(run), step(lambda model, x: model(x))))
+
+
+@scripted_by_torch
+@pytest.mark.parametrize("where", ["the function", "in a closure", "a module"])
+def test_torchscript_keeps_what_it_saved(where):
+    """Its executor saves other tensors at its second execution than at its first."""
+
+    def gradient(call):
+        # Made anew, for torch keeps what it has compiled.
+        def compute(x):
+            return torch.sin(x) * torch.exp(x) + torch.tanh(x)
+
+        class Module(nn.Module):
+            def forward(self, x):
+                return torch.sin(x) * torch.exp(x) + torch.tanh(x)
+
+        scripted = torch.jit.script(Module() if where == "a module" else compute)
+        x = leaf(3)
+        call(
+            (lambda x: scripted(x).cos()) if where == "in a closure" else scripted, x
+        ).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(checkpoint), gradient(plain))
 
 
 def test_checkpoint_wrapper_and_apply_activation_checkpointing():
