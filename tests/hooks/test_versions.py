@@ -195,7 +195,7 @@ def test_a_weight_that_a_kernel_reads_by_its_address(call):
     block = ByAddress()
     y = checkpoint(call(block), leaf(3, 4))
     change(block.weight)
-    with pytest.raises(RecomputeError, match="parameter 'weight' of .* was modified in place"):
+    with pytest.raises(RecomputeError, match=r"parameter 'weight' of .* was modified in place"):
         y.sum().backward()
 
 
