@@ -79,9 +79,9 @@ def test_peak_and_now_are_exact():
 
 
 def test_views_and_results_in_place_are_not_counted():
-    a = kibibytes(8)
+    a, b = kibibytes(8), kibibytes(8)
     with memory.peak("cpu") as meter:
-        kept = [a.view(-1, 2), a.add_(1), a[3:], a.detach(), torch.add(a, 1, out=a)]
+        kept = [a.view(-1, 2), a.add_(b), a[3:], a.detach(), torch.add(a, b, out=a)]
         parts = a.chunk(4)
         assert meter.peak == 0
         copy = a.clone()
@@ -112,6 +112,55 @@ def test_peak_of_a_step_is_that_of_the_profiler():
     expected = profiled_peak(lambda: step(blocks, x))
     assert abs(meter.peak - expected) <= 0.01 * expected
     assert meter.now == 0
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        return x[0]
+
+
+# What these have in common: operations that need more inside themselves than their results take.
+WORKSPACES = {
+    "strided convolutions": (lambda: nn.Conv2d(16, 16, 3, 2), (2, 16, 32, 32)),
+    "dilated convolution": (lambda: nn.Conv1d(32, 32, 5, dilation=2), (4, 32, 200)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(16, 16, 4, 2, 1), (2, 16, 16, 16)),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(32, 32, 2), Last()), (20, 4, 32)),
+}
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_what_operations_need_inside_themselves_is_seen(name):
+    make, shape = WORKSPACES[name]
+    torch.manual_seed(0)
+    blocks, x = nn.ModuleList([make()]), torch.randn(shape, requires_grad=True)
+    step(blocks, x)  # so that gradients are there
+    meters = []
+    for _ in range(3):
+        with memory.peak("cpu") as meter:
+            step(blocks, x)
+        meters.append(meter)
+    expected = profiled_peak(lambda: step(blocks, x))
+    assert [meter.peak for meter in meters] == pytest.approx([expected] * 3, rel=0.01)
+    assert [meter.now for meter in meters] == [0] * 3
+
+
+def test_what_an_operation_needs_inside_itself_is_not_forgotten_for_a_profiler():
+    convolution, x = nn.Conv2d(16, 16, 3, 2), torch.randn(3, 16, 32, 32)
+    peaks = []
+    for profiled in (True, False):
+        with memory.peak("cpu") as meter:
+            if profiled:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    with torch.profiler.profile(
+                        activities=[torch.profiler.ProfilerActivity.CPU]
+                    ) as profile:
+                        convolution(x)
+                assert any(event.key == "aten::conv2d" for event in profile.key_averages())
+            else:
+                convolution(x)
+        peaks.append(meter.peak)
+    assert peaks[0] <= peaks[1] == profiled_peak(lambda: convolution(x))
 
 
 def test_a_measured_step_is_the_plain_step():
