@@ -162,3 +162,26 @@ def test_the_search_for_garbage_finds_a_tensor():
         cycle.append(cycle)
 
     assert any(isinstance(value, torch.Tensor) for value in garbage_of(action))
+
+
+def test_memory_grows_with_the_logarithm_of_the_number_of_blocks():
+    scale, state = torch.ones(64, requires_grad=True), 64 * 4
+
+    def block(x):
+        return torch.sin(x * scale)
+
+    def step(blocks, hooks):
+        torch.manual_seed(0)
+        x = torch.randn(64, requires_grad=True)
+        x.grad, scale.grad = torch.zeros_like(x), torch.zeros_like(scale)
+        with memory.peak("cpu") as meter:
+            loss = apply_blocks(blocks, x, hooks=hooks).square().mean()
+            loss.backward()
+        return meter.peak, [loss.detach(), x.grad, scale.grad]
+
+    for count, slots in ((1000, 10), (100, 7), (10, 4)):
+        plain, expected = step([block] * count, ())
+        ours, found = step([block] * count, [Checkpoint(plan.binomial(slots))])
+        assert plain > 2 * count * state
+        assert ours <= (slots + 7) * state  # the states, and what one block takes
+        assert all(map(torch.equal, found, expected))
