@@ -4,7 +4,8 @@ A `ChainProfile` holds the measured costs of each block. `predict` executes a pl
 own rules: what is held when, what is executed again, and where a recompute ends early. `blockhooks.solver` looks for
 the plan of a memory budget by these costs.
 
-The bytes of a chain are counted above those of the run's input, which its caller holds.
+The bytes of a chain are counted above those of the run's input, which its caller holds. What a step does outside of its
+blocks is in the gaps, one before each block and one after the last: embedding, what lies between stacks, head and loss.
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ class BlockCosts:
         recompute: Seconds of a recompute that ends early at this block; ``forward`` by default.
         recompute_peak: Most bytes at a time in such a recompute; ``forward_peak`` by default.
         gradient: Bytes of the output's gradient, which waits while a segment that ends with this block is recomputed.
+        gap: Bytes that come to be held before this block and after the one before it, until the backward, whatever the
+            plan. Negative where not even the output before is held.
+        gap_peak: Most bytes at a time there, with what is held; at least ``gap``.
+        passing: Bytes that are held besides in the block's first forward, and no longer in its backward.
+        placed: Bytes that the block puts into its side inputs, as into a cache. They are held to the end of the step's
+            forward, and in the backward if a later block that was given them is recomputed.
+        unkept: Bytes of these that are not among what autograd keeps.
+        carried: Bytes of side inputs that this block is the first to be given, and that autograd does not keep. They are
+            held in the backward if this or a later block is recomputed.
         modes: Costs of other modes that a plan may give this block.
     """
 
@@ -78,12 +88,19 @@ class BlockCosts:
     recompute: float | None = None
     recompute_peak: int = 0
     gradient: int = 0
+    gap: int = 0
+    gap_peak: int = 0
+    passing: int = 0
+    placed: int = 0
+    unkept: int = 0
+    carried: int = 0
     modes: tuple[ModeCosts, ...] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", tuple(self.modes))
         for attribute, least in (
+            ("gap_peak", self.gap),
             ("forward_peak", self.kept + self.output),
             ("backward_peak", self.kept),
             ("recompute_peak", self.recompute_peak or max(self.forward_peak, self.kept)),
@@ -114,13 +131,16 @@ class ChainProfile:
     Attributes:
         blocks: Costs of each block.
         tail: Seconds of a step outside of the blocks.
-        tail_peak: Most bytes at a time between the blocks' forward and their backward (head, logits, loss).
+        tail_peak: Most bytes at a time in the gap after the last block, between the blocks' forward and their backward
+            (head, logits, loss).
+        tail_forward: The same in the forward alone, but for what blocks have placed.
         about: What was measured: shapes, dtypes, device.
     """
 
     blocks: tuple[BlockCosts, ...]
     tail: float = 0.0
     tail_peak: int = 0
+    tail_forward: int = 0
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -222,9 +242,9 @@ def predict(profile: ChainProfile, segments: Iterable[Segment]) -> Prediction:
         PlanError: If the plan does not cover the profile's blocks.
     """
     ledger = _Ledger(profile.blocks)
-    marks, held = ledger.forward(check_plan(segments, len(profile)), 0, 0, early_stop=False)
-    ledger.see(held + profile.tail_peak)
-    ledger.backward(marks)
+    marks, held = ledger.forward(check_plan(segments, len(profile)), 0, gaps=True)
+    ledger.see(held + max(profile.tail_peak, profile.tail_forward + ledger.placed))
+    ledger.backward(marks, gaps=True)
     return Prediction(ledger.time + profile.tail, ledger.peak)
 
 
@@ -239,6 +259,8 @@ class _Ledger:
     blocks: Sequence[BlockCosts]
     time: float = 0.0
     peak: int = 0
+    placed: int = 0
+    carried: int = 0
     dropped: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def see(self, live: int) -> None:
@@ -246,7 +268,13 @@ class _Ledger:
             self.peak = live
 
     def forward(
-        self, segments: Sequence[Segment], held: int, waiting: int, early_stop: bool
+        self,
+        segments: Sequence[Segment],
+        held: int,
+        waiting: int = 0,
+        *,
+        early_stop: bool = False,
+        gaps: bool = False,
     ) -> tuple[list[_Mark], int]:
         """Execute segments for a backward that comes next.
 
@@ -255,6 +283,7 @@ class _Ledger:
             held: Bytes held before.
             waiting: Bytes of the gradient that waits meanwhile, if this is a recompute.
             early_stop: Whether this is a recompute that ends once all that is saved is back.
+            gaps: Whether this is the step's forward, which goes through the gaps too.
 
         Returns:
             What waits for the backward, and the bytes held after.
@@ -263,19 +292,34 @@ class _Ledger:
         for segment in segments:
             ends = early_stop and segment is segments[-1]
             if segment.mode == "recompute":
+                within = self.blocks[segment.start : segment.stop]
+                passing = 0
+                if gaps:
+                    held += within[0].gap + within[0].carried + self.placed + self.carried
+                    passing, self.placed, self.carried = within[0].passing, 0, 0
                 marks.append((segment, held, segment.mode))
                 if not ends:
                     time, peak = self.drop(segment)
                     self.time += time
-                    self.see(held + waiting + peak)
+                    self.see(held + waiting + peak + passing)
                     held += self.blocks[segment.stop - 1].output
+                    if gaps:
+                        held += sum(block.gap + block.carried for block in within[1:])
+                        self.placed = sum(block.placed for block in within)
             elif segment.children:
-                more, held = self.forward(segment.children, held, waiting, ends)
+                more, held = self.forward(
+                    segment.children, held, waiting, early_stop=ends, gaps=gaps
+                )
                 marks += more
             else:
                 for index in segment.indices:
                     block = self.blocks[index]
                     kept, forward_peak, _, _ = block.figures(segment.mode)
+                    passing = 0
+                    if gaps:
+                        held += block.gap
+                        passing = block.passing + self.placed
+                        self.carried += block.carried
                     marks.append((index, held, segment.mode))
                     if ends and index == segment.stop - 1:
                         self.time += block.recompute_time
@@ -283,11 +327,12 @@ class _Ledger:
                         held += kept
                     else:
                         self.time += block.forward
-                        self.see(held + waiting + forward_peak)
+                        self.see(held + waiting + forward_peak + passing)
+                        self.placed += block.unkept if gaps else 0
                         held += kept + block.output
         return marks, held
 
-    def backward(self, marks: list[_Mark]) -> None:
+    def backward(self, marks: list[_Mark], *, gaps: bool = False) -> None:
         for what, held, mode in reversed(marks):
             if isinstance(what, int):
                 block = self.blocks[what]
@@ -298,12 +343,15 @@ class _Ledger:
                 waiting = self.blocks[what.stop - 1].gradient
                 inner, _ = self.forward(_inside(what), held, waiting, early_stop=True)
                 self.backward(inner)
+            if gaps:
+                first = self.blocks[what if isinstance(what, int) else what.start]
+                self.see(held - first.gap + first.gap_peak)
 
     def drop(self, segment: Segment) -> tuple[float, int]:
         """Seconds and peak of a region's forward, which lets go of what was saved when it returns, not before."""
         if id(segment) not in self.dropped:
             apart = _Ledger(self.blocks, dropped=self.dropped)
-            apart.forward(_inside(segment), 0, 0, early_stop=False)
+            apart.forward(_inside(segment), 0)
             self.dropped[id(segment)] = apart.time, apart.peak
         return self.dropped[id(segment)]
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ModeCosts
+from blockhooks.outside import storage_keys
 from blockhooks.plan import Mode
 from blockhooks.structure import capture, tensors_in
 
-__all__ = ["Execute", "measure_block"]
+__all__ = ["Execute", "Measured", "measure_block"]
 
 Execute = Callable[[Any, contextlib.AbstractContextManager[Any]], Any]
 """``execute(x, inside) -> x``: one more execution of a block; `inside` is entered innermost, around the block."""
@@ -39,7 +44,8 @@ def measure_block(
     side: Any = (),
     name: str = "",
     modes: Mapping[Mode, ModeContext] | None = None,
-) -> BlockCosts:
+    new_gradients: bool = False,
+) -> Measured:
     """Measure time and bytes of a block's forward and backward.
 
     Args:
@@ -49,17 +55,18 @@ def measure_block(
         side: The side inputs, which may need gradients.
         name: The block's name.
         modes: Further modes to measure: what is entered around the block in each.
+        new_gradients: Whether the gradients of parameters that have none are held once they are made.
 
     Returns:
         Its costs. Bytes are those of the meter (`blockhooks.memory`), above what is held before the block.
     """
-    bench = _Bench(execute, x, tuple(modules), side)
+    bench = _Bench(execute, x, tuple(modules), side, new_gradients)
     kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
-    costs = []
+    modes_costs = []
     for mode, around in (modes or {}).items():
         lighter, slower = bench.weigh(around), bench.time(around)
         extra = slower.forward + slower.backward - timed.forward - timed.backward
-        costs.append(
+        modes_costs.append(
             ModeCosts(
                 mode=mode,
                 kept=lighter.kept,
@@ -68,7 +75,7 @@ def measure_block(
                 extra=max(extra, 0.0),
             )
         )
-    return BlockCosts(
+    costs = BlockCosts(
         name=name,
         forward=timed.forward,
         backward=timed.backward,
@@ -79,8 +86,24 @@ def measure_block(
         backward_peak=kept.backward_peak,
         recompute_peak=kept.recompute_peak,
         gradient=kept.gradient,
-        modes=tuple(costs),
+        modes=tuple(modes_costs),
     )
+    return Measured(costs, kept.unsaved, frozenset(storage_keys(tensors_in(side)) & kept.saved))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a block.
+
+    Attributes:
+        costs: Its costs.
+        unsaved: Bytes that it puts into its side inputs, and that autograd does not keep.
+        side: Keys of the storages of side inputs that autograd keeps.
+    """
+
+    costs: BlockCosts
+    unsaved: int
+    side: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -91,6 +114,8 @@ class _Bytes:
     forward_peak: int = 0
     recompute_peak: int = 0
     backward_peak: int = 0
+    unsaved: int = 0
+    saved: set[int] = field(default_factory=set)  # keys of storages
 
 
 @dataclass(slots=True)
@@ -103,8 +128,15 @@ class _Seconds:
 class _Bench:
     """Executes one block and its backward on stand-ins."""
 
-    def __init__(self, execute: Execute, x: Any, modules: tuple[nn.Module, ...], side: Any) -> None:
-        self.execute, self.modules = execute, modules
+    def __init__(
+        self,
+        execute: Execute,
+        x: Any,
+        modules: tuple[nn.Module, ...],
+        side: Any,
+        new_gradients: bool,
+    ) -> None:
+        self.execute, self.modules, self.new_gradients = execute, modules, new_gradients
         self.x = capture(x, take_tensors=True)
         self.held = _storages(self.x.tensors)
         self.real = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -120,10 +152,15 @@ class _Bench:
 
             def saved(tensor: Tensor) -> Tensor:
                 found.recompute_peak = meter.peak
+                found.saved |= storage_keys([tensor])
                 return tensor
 
-            y, inputs = self.forward(around, saved)
+            def end() -> None:
+                found.unsaved = meter.now
+
+            y, inputs = self.forward(around, saved, end)
             found.forward_peak = meter.peak
+            found.unsaved -= meter.now  # no longer held by the side inputs
             results = tensors_in(y)
             made = {k: n for k, n in _storages(results).items() if k not in self.held}
             found.output = sum(made.values())
@@ -138,7 +175,11 @@ class _Bench:
         return found
 
     def time(self, around: ModeContext) -> _Seconds:
-        """Measure seconds."""
+        """Measure seconds, without any meter around."""
+        with _disable_current_modes():
+            return self._time(around)
+
+    def _time(self, around: ModeContext) -> _Seconds:
         clock = self.clock
         begin, stop = clock.now(), clock.now()
 
@@ -161,15 +202,19 @@ class _Bench:
         )
 
     def forward(
-        self, around: ModeContext, saved: Callable[[Tensor], Tensor]
+        self,
+        around: ModeContext,
+        saved: Callable[[Tensor], Tensor],
+        end: Callable[[], None] = lambda: None,
     ) -> tuple[Any, list[Tensor]]:
         leaves = [
             t.detach().requires_grad_() if t.requires_grad else t.detach() for t in self.x.tensors
         ]
-        # Our own hooks lie over those of a region that is running around us, which must not see this execution.
-        with torch.enable_grad(), saved_tensors_hooks(saved, _identity):
-            parameters = _StandIns(self.modules)
-            with around():
+        # A mode has hooks of its own, which would hand on what they keep to any around them.
+        watched = saved_tensors_hooks(saved, _identity) if around is _PLAIN else around()
+        with torch.enable_grad(), _without_hooks():
+            parameters = _StandIns(self.modules, self.new_gradients, end)
+            with watched:
                 y = self.execute(self.x.rebuild(leaves), parameters)
         inputs = [*leaves, *parameters.leaves, *self.side, *self.real]
         return y, [t for t in inputs if t.requires_grad]
@@ -177,6 +222,22 @@ class _Bench:
     def backward(self, root: Tensor | None, inputs: Sequence[Tensor]) -> None:
         if root is not None and inputs:
             torch.autograd.grad(root, inputs, allow_unused=True)
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Take away the saved-tensor hooks of a region that is running around us, which must not see this execution."""
+    taken: list[Any] = []
+    top: Any = _top_hooks(True)
+    while top is not None:
+        _pop_hooks()
+        taken.append(top)
+        top = _top_hooks(True)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _push_hooks(pack, unpack)
 
 
 def _identity(value: Any) -> Any:
@@ -212,17 +273,23 @@ def _root(results: Iterable[Tensor]) -> Tensor | None:
     return _Source.apply(*needed) if needed else None  # type: ignore[no-untyped-call]
 
 
+_AT_ONCE: Final = (1 << 64) - 1
+"""The sequence number of nodes that are executed as soon as they have their gradients, as those of parameters."""
+
+
 class _Sink(torch.autograd.Function):
-    """Stands in for a parameter; its gradient is computed and dropped."""
+    """Stands in for a parameter; its gradient is computed and dropped, or held if it would be in a step."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, hold: bool) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.hold = hold
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        return None
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        ctx.held = gradients if ctx.hold else None
+        return None, None
 
 
 class _StandIns(contextlib.AbstractContextManager[None]):
@@ -232,8 +299,10 @@ class _StandIns(contextlib.AbstractContextManager[None]):
         leaves: The detached parameters, once it is entered.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = modules
+    def __init__(
+        self, modules: Iterable[nn.Module], new_gradients: bool, end: Callable[[], None]
+    ) -> None:
+        self.modules, self.new_gradients, self.end = modules, new_gradients, end
         self.leaves: list[Tensor] = []
         self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
@@ -245,7 +314,9 @@ class _StandIns(contextlib.AbstractContextManager[None]):
                     continue
                 if id(parameter) not in sinks:
                     self.leaves.append(parameter.detach().requires_grad_())
-                    sinks[id(parameter)] = _Sink.apply(self.leaves[-1])  # type: ignore[no-untyped-call]
+                    hold = self.new_gradients and parameter.grad is None
+                    sink = sinks[id(parameter)] = _Sink.apply(self.leaves[-1], hold)  # type: ignore[no-untyped-call]
+                    sink.grad_fn._set_sequence_nr(_AT_ONCE)
                 self._replaced.append((module._parameters, name, parameter))
                 module._parameters[name] = sinks[id(parameter)]  # type: ignore[assignment]
 
@@ -253,6 +324,7 @@ class _StandIns(contextlib.AbstractContextManager[None]):
         for parameters, name, parameter in self._replaced:
             parameters[name] = parameter
         self._replaced = []
+        self.end()
 
 
 # ----------------------------------------------------------------------------------------------------------- clocks

@@ -2,24 +2,29 @@
 
 The first step with gradients of a stack of blocks, at given shapes, runs by a plan that needs little memory: a tree
 whose leaves are single blocks. After each block's forward its costs are measured (`blockhooks.measuring`), in what the
-floor of memory allows. From these the solver makes a plan for the budget, and it is used until shapes, dtypes, modes
-or blocks are others. Plans are remembered per shape.
+floor of memory allows. What the step holds outside of its blocks is seen in its backward (`blockhooks.outside`). From
+these the solver makes a plan for the budget, and it is used until shapes, dtypes, modes or blocks are others. Plans are
+remembered per shape.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from blockhooks import memory
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
 from blockhooks.measuring import ModeContext, measure_block
+from blockhooks.outside import Gaps, Outside, storage_keys
 from blockhooks.plan import Mode, Segment, every, tree
 from blockhooks.recompute import as_recompute, can_recompute, is_recomputing
 from blockhooks.run import Hidden, Region, Run
@@ -28,14 +33,16 @@ from blockhooks.structure import tensors_in
 
 __all__ = ["Planner"]
 
-# Shapes whose plans are remembered; the oldest is forgotten.
-REMEMBERED: Final = 64
+# Stacks and shapes whose plans are remembered; the oldest is forgotten.
+REMEMBERED: Final = 256
+# Forwards after which a plan is made although no backward has told what is outside of the blocks.
+FORWARDS: Final = 2
 
 Factories = Sequence[Callable[[], AbstractContextManager[Any]]]
 Signature = tuple[Any, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chain:
     """What is known of one stack at given shapes.
 
@@ -45,10 +52,11 @@ class _Chain:
         count: Number of blocks.
         apart: Whether its blocks are called one by one by somebody's own loop, so that a segment is one block.
         costs: What was measured, by block.
-        plan: The plan, once all is measured.
+        segments: Its part of the plan, once there is one.
         input: Bytes of the first block's x.
         refused: Blocks that could not be executed again when they were to be measured.
-        base: Bytes that were allocated beside the blocks' activations when the plan was made.
+        step: The step in which it was last measured.
+        forwards: How many forwards were to measure it.
     """
 
     key: Signature
@@ -56,25 +64,133 @@ class _Chain:
     count: int
     apart: bool
     costs: dict[int, BlockCosts] = field(default_factory=dict)
-    plan: Plan | None = None
+    segments: tuple[Segment, ...] | None = None
     input: int = 0
     refused: set[int] = field(default_factory=set)
-    base: int = 0
+    step: _Step | None = None
+    forwards: int = 0
 
     @property
     def measured(self) -> bool:
         """Whether the costs of all blocks are known."""
         return len(self.costs) == self.count
 
+    @property
+    def ready(self) -> bool:
+        """Whether all is known of the step."""
+        step = self.step
+        if step is None or not all(chain.measured for chain in step.chains):
+            return False
+        return step.gaps is not None or self.forwards >= FORWARDS
+
     def measuring_plan(self) -> tuple[Segment, ...]:
         """A plan of little memory in which each block is a segment of its own."""
         plan = every(1) if self.apart else tree(max(1, (self.count - 1).bit_length()))
         return plan(self.count)
 
+    def evened(self) -> tuple[BlockCosts, ...]:
+        return _evened([self.costs[index] for index in range(self.count)])
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What is known of a step, in which one or several stacks were run.
+
+    Attributes:
+        chains: The stacks, in the order of their first calls.
+        calls: The blocks in the order of their calls.
+        outside: What sees the gaps, while the step is measured.
+        gaps: What is held outside of the blocks.
+        plan: The plan of all blocks.
+        allocated: Bytes that were allocated as the first block was about to begin, when the plan was made.
+    """
+
+    chains: list[_Chain] = field(default_factory=list)
+    calls: list[tuple[_Chain, int]] = field(default_factory=list)
+    outside: Outside | None = None
+    gaps: Gaps | None = None
+    plan: Plan | None = None
+    allocated: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the costs of all blocks are known."""
+        return all(chain.measured for chain in self.chains)
+
+    @property
+    def about(self) -> str:
+        """What tells it from others, in words."""
+        count = sum(chain.count for chain in self.chains)
+        stacks = f" in {len(self.chains)} stacks" if len(self.chains) > 1 else ""
+        return f"{count} blocks{stacks}, {self.chains[0].about}"
+
+    def saw(self, gaps: Gaps) -> None:
+        """Learn what is held outside of the blocks, if each was called once."""
+        blocks = {(chain, index) for chain in self.chains for index in range(chain.count)}
+        if len(self.calls) == len(blocks) and set(self.calls) == blocks:
+            self.gaps = gaps
+            for chain in self.chains:
+                chain.segments = None
+
+    def order(self) -> list[tuple[_Chain, int]]:
+        """The blocks in the order of the profile."""
+        if self.gaps is not None:
+            return self.calls
+        return [(chain, index) for chain in self.chains for index in range(chain.count)]
+
     def profile(self) -> ChainProfile:
+        """What the step costs."""
+        costs = {chain: chain.evened() for chain in self.chains}
+        blocks = [costs[chain][index] for chain, index in self.order()]
+        about, gaps = self.chains[0].about, self.gaps
+        if gaps is None:  # a loop that is not ours holds its first x
+            starts = {(chain, 0): chain.input for chain in self.chains if chain.apart}
+            held = [starts.get(call, 0) for call in self.order()]
+            blocks = [replace(block, gap=gap) for block, gap in zip(blocks, held, strict=True)]
+            return ChainProfile(blocks=tuple(blocks), about=about)
         return ChainProfile(
-            blocks=_evened([self.costs[index] for index in range(self.count)]), about=self.about
+            blocks=tuple(_in_its_place(block, gaps, place) for place, block in enumerate(blocks)),
+            tail_peak=gaps.peaks[-1],
+            tail_forward=gaps.tail,
+            about=about,
         )
+
+    def solve(self, budget: str | int | float) -> None:
+        """Plan all stacks together, since their activations are held at the same time.
+
+        Raises:
+            BudgetError: If no plan keeps the budget.
+        """
+        profile, apart = self.profile(), self.chains[0].apart
+        before = max(self.allocated - profile.blocks[0].gap, 0)
+        self.plan = Solver(profile, apart=apart).solve(budget, beside=before)
+        if not apart:
+            self.chains[0].segments = self.plan.segments
+            return
+        modes = [segment.mode for segment in self.plan.segments for _ in segment.indices]
+        planned = dict(zip(self.order(), modes, strict=True))
+        for chain in self.chains:
+            chain.segments = tuple(
+                Segment(index, index + 1, mode=planned[chain, index])
+                for index in range(chain.count)
+            )
+
+
+@dataclass(slots=True)
+class _ModelCall:
+    """A call of a model whose blocks are planned for.
+
+    Attributes:
+        model: The model.
+        signature: What tells it from calls with other shapes.
+        given: Keys of the storages of its arguments.
+        meter: What meters it, if its steps are not known yet.
+    """
+
+    model: nn.Module
+    signature: Signature
+    given: set[int]
+    meter: memory.Meter | None
 
 
 class Planner:
@@ -82,114 +198,187 @@ class Planner:
 
     Args:
         memory_budget: See `blockhooks.costs.budget_in_bytes`. Bytes are those of a step's peak: what is allocated on an
-            accelerator, what the blocks' activations take on a CPU.
+            accelerator, what the step itself allocates on a CPU.
         modes: Modes that a plan may give a block, besides keeping and recomputing it, and what is entered around it.
+        new_gradients: Whether gradients of parameters that have none when a step begins are part of its peak.
 
     Raises:
         BudgetError: If `memory_budget` is not one.
     """
 
     def __init__(
-        self, memory_budget: str | int | float, modes: Mapping[Mode, ModeContext] | None = None
+        self,
+        memory_budget: str | int | float,
+        modes: Mapping[Mode, ModeContext] | None = None,
+        *,
+        new_gradients: bool = True,
     ) -> None:
         budget_in_bytes(memory_budget, 1 << 40)  # refuses what is no budget, before any step
-        self.memory_budget = memory_budget
+        self.memory_budget, self.new_gradients = memory_budget, new_gradients
         self.modes = dict(modes or {})
         self._chains: dict[Signature, _Chain] = {}
-        self._current: dict[Signature, _Chain] = {}
-        self._step: list[
-            _Chain
-        ] = []  # the stacks that were called in this step, each by its own loop
+        self._running: dict[Signature, _Chain] = {}
+        self._step = _Step()
         self._measuring = False
+        self._call: _ModelCall | None = None
+        self._outside: weakref.ref[Outside] | None = None  # the last one that waits for a backward
 
     # ---- the plan of a run ----------------------------------------------------------------------------------------
 
+    def begin_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call of a model whose blocks are called by its own loops; it begins a step."""
+        if can_recompute():
+            tensors, new = tensors_in((args, kwargs)), self._without_gradient(model.parameters())
+            signature = (id(model), model.training, _signature(tensors), _flags(args, kwargs), new)
+            self._step = _Step()
+            known = [chain for chain in self._chains.values() if chain.key[-1] == signature]
+            meter = None
+            if not known or not all(chain.ready for chain in known):
+                meter = memory.peak(_device((*tensors, *model.parameters()))).__enter__()
+            self._call = _ModelCall(model, signature, storage_keys(tensors), meter)
+
+    def end_model(self, output: Any) -> None:
+        """End the model's call.
+
+        Args:
+            output: What it returns.
+        """
+        call, self._call = self._call, None
+        if call is not None and call.meter is not None:
+            if self._step.outside is not None:
+                self._step.outside.returned(output)
+            call.meter.__exit__(None, None, None)
+
     def prepare(self, run: Run) -> tuple[Segment, ...]:
-        """Plan a run of which x is not known yet: what is called one by one has it among its side inputs."""
+        """Plan a run, unless x has to be known first."""
         if not can_recompute():  # nothing is kept, and nothing can be measured
             return every(1)(len(run.blocks))
-        chain = self._chain_of(run, (), apart=True)
-        if any(other.key[0] == chain.key[0] for other in self._step):
-            self._end_step()
-        self._step.append(chain)
-        run.state[self] = chain
-        return self._begun(chain)
+        if not run.apart:
+            run.state[self] = True
+            return every(1)(len(run.blocks))
+        # x is not known, but among the side inputs.
+        chain = self._chain_of(run, ())
+        if any(other.key[0] == chain.key[0] for other in self._step.chains):
+            self._step = _Step()
+        return self._begun(chain, tensors_in((run.args, run.kwargs)))
 
     def plan(self, run: Run, x: Hidden) -> None:
-        """Plan a run that begins with x, unless each of its blocks is a run of its own."""
-        prepared = run.state.get(self)
-        if prepared is None:
-            return
-        self._step.remove(prepared)
-        chain = self._chain_of(run, x, apart=False)
-        base = self._base(x)
-        if chain.measured and (chain.plan is None or base > chain.base):
-            self._solve([chain], base)
-        run.segments = self._begun(chain)
+        """Plan a run that begins with x, if it was prepared."""
+        if run.state.get(self):
+            self._step = _Step()
+            run.segments = self._begun(self._chain_of(run, x), tensors_in(x))
 
-    def _chain_of(self, run: Run, x: Hidden, *, apart: bool) -> _Chain:
-        given = (x, run.args, run.kwargs)
-        key = (_blocks(run), apart, _signature(given), torch.is_autocast_enabled())
-        return self._chains.get(key) or _Chain(key, _about(given), len(run.blocks), apart)
+    def _chain_of(self, run: Run, x: Hidden) -> _Chain:
+        given, call = (x, run.args, run.kwargs), self._call
+        within: Any = call and call.signature
+        if call is None:
+            modules = (block for block in run.blocks if isinstance(block, nn.Module))
+            within = self._without_gradient(p for module in modules for p in module.parameters())
+        key = (_blocks(run), run.apart, _signature(given), torch.is_autocast_enabled(), within)
+        return self._chains.get(key) or _Chain(key, _about(given), len(run.blocks), run.apart)
 
-    def _begun(self, chain: _Chain) -> tuple[Segment, ...]:
-        self._current[chain.key[0]] = chain
-        self._measuring = any(chain.plan is None for chain in self._current.values())
-        return chain.measuring_plan() if chain.plan is None else chain.plan.segments
+    def _without_gradient(self, parameters: Iterable[Tensor]) -> int:
+        """Return how many parameters will get a new gradient that counts."""
+        return self.new_gradients and sum(p.grad is None for p in parameters if p.requires_grad)
 
-    def _end_step(self) -> None:
-        """Plan the stacks of a model together: their activations are held at the same time."""
-        fresh = [chain for chain in self._step if chain.measured and chain.plan is None]
-        step, self._step = self._step, []
-        if fresh:
-            planned = sum(chain.plan.peak for chain in step if chain.plan is not None)
-            self._solve(fresh, self._base(None) + planned)
+    def _begun(self, chain: _Chain, given: Sequence[Tensor]) -> tuple[Segment, ...]:
+        """Return the segments of a stack that is about to be run."""
+        step, device = self._step, _device(given)
+        step.chains.append(chain)
+        self._running[chain.key[0]] = chain
+        allocated = self._allocated(device) if len(step.chains) == 1 else 0
+        if chain.step is not None and chain.ready:
+            if chain.segments is None or allocated > chain.step.allocated:
+                chain.step.allocated = max(allocated, chain.step.allocated)
+                chain.step.solve(self.memory_budget)
+        else:
+            chain.segments, chain.step = None, step
+            chain.forwards += 1
+            if step.outside is None:
+                step.outside, step.allocated = self._watch(step, device), allocated
+        self._measuring = any(chain.segments is None for chain in self._running.values())
+        return chain.measuring_plan() if chain.segments is None else chain.segments
 
-    def _solve(self, chains: Sequence[_Chain], base: int) -> None:
-        """Plan stacks that follow each other within what the budget leaves beside `base` bytes.
+    def _watch(self, step: _Step, device: torch.device) -> Outside:
+        """Watch what a step holds outside of its blocks, and no longer what the step before did."""
+        waiting = None if self._outside is None else self._outside()
+        if waiting is not None:
+            waiting.stop()
+        call = self._call
+        given: set[int] = set()
+        if call is not None:
+            given = call.given | storage_keys((*call.model.parameters(), *call.model.buffers()))
+        outside = Outside(
+            device,
+            given=given,
+            meter=None if call is None else call.meter,
+            new_gradients=self.new_gradients,
+            finished=step.saw,
+        )
+        self._outside = weakref.ref(outside)
+        return outside
 
-        Raises:
-            BudgetError: If no plan keeps the budget.
-        """
-        solver = Solver(ChainProfile(blocks=_joined(chains)), apart=chains[0].apart)
-        # A loop that is not ours holds its first x, and may hold its last, beside what the blocks keep.
-        beside = chains[0].input + solver.profile.blocks[-1].output if chains[0].apart else 0
-        solved = solver.solve(self.memory_budget, beside=beside + base)
-        start = 0
-        for chain in chains:
-            own = _cut(solved.segments, start, start + chain.count)
-            chain.plan, chain.base = Solver(chain.profile()).plan(own, solved.budget), base
-            start += chain.count
-
-    def _base(self, x: Hidden) -> int:
-        """Bytes of a peak beside the blocks' activations: parameters, gradients, what the optimizer holds."""
-        tensors = tensors_in(x)
-        on_host = bool(tensors) and tensors[0].device.type == "cpu"
-        if isinstance(self.memory_budget, float) or on_host or not torch.accelerator.is_available():
+    def _allocated(self, device: torch.device) -> int:
+        """Bytes of a peak that are there before the step: parameters, gradients, what the optimizer holds."""
+        if isinstance(self.memory_budget, float) or device.type == "cpu":
             return 0
-        return torch.accelerator.memory_allocated()
+        return torch.accelerator.memory_allocated(device)
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 
-    def measure(
-        self, run: Run, segment: Segment, region: Region, x: Hidden, factories: Factories
-    ) -> None:
-        """Measure a block whose region has just been executed, if that is still to do.
+    def begin_block(self, run: Run, segment: Segment, x: Hidden) -> Callable[..., None] | None:
+        """Begin to measure a block whose region is about to be executed, if that is still to do.
 
         Args:
             run: The run.
-            segment: A segment of one block.
-            region: Its region, whose forward is done.
+            segment: Its segment, in the measuring plan of one block.
+            x: The hidden state that it is given.
+
+        Returns:
+            What is to be called when the region has been executed (see `_measure`); None if nothing is.
+        """
+        if not self._measuring or len(segment) > 1 or is_recomputing():
+            return None
+        chain = self._running.get(_blocks(run))
+        if chain is None or chain.segments is not None:
+            return None
+        outside = None if chain.step is None else chain.step.outside
+        assert outside is not None
+        outside.begin_block(tensors_in(x), tensors_in(run.side()))
+        return partial(self._measure, chain, outside, run, segment, x)
+
+    def _measure(
+        self,
+        chain: _Chain,
+        outside: Outside,
+        run: Run,
+        segment: Segment,
+        x: Hidden,
+        region: Region,
+        result: Hidden,
+        factories: Factories,
+    ) -> None:
+        """Measure a block whose region has just been executed.
+
+        Args:
+            chain: Its stack.
+            outside: What watches the step.
+            run: The run.
+            segment: Its segment.
             x: The hidden state that it was given.
+            region: Its region.
+            result: The hidden state that it gave.
             factories: What has to be entered around its recompute.
 
         Raises:
-            BudgetError: If it was the last block, and no plan keeps the budget.
+            BudgetError: If it was the last block of a run of its own, and no plan keeps the budget.
         """
-        if not self._measuring or len(segment) > 1 or is_recomputing():
-            return
-        chain, index = self._current.get(_blocks(run)), segment.start
-        if chain is None or chain.plan is not None or index in chain.costs:
+        index = segment.start
+        outside.end_block(tensors_in(result), tensors_in(run.side()))
+        assert chain.step is not None
+        chain.step.calls.append((chain, index))
+        if index in chain.costs:
+            outside.measured_block(None)
             return
         self._remember(chain)
         if index == 0:
@@ -200,16 +389,20 @@ class Planner:
                 return
             chain.costs[index] = _kept_only(run.name(index))
         else:
-            chain.costs[index] = measure_block(
-                _executing(region, factories),
-                x,
-                modules=_modules(run.blocks[index]),
-                side=run.side(),
-                name=run.name(index),
-                modes=self.modes,
-            )
+            with outside.paused():
+                measured = measure_block(
+                    _executing(region, factories),
+                    x,
+                    modules=_modules(run.blocks[index]),
+                    side=run.side(),
+                    name=run.name(index),
+                    modes=self.modes,
+                    new_gradients=self.new_gradients,
+                )
+            chain.costs[index] = measured.costs
+            outside.measured_block(measured.side, measured.unsaved)
         if chain.measured and not chain.apart:
-            self._solve([chain], self._base(x))
+            chain.step.solve(self.memory_budget)
 
     def _remember(self, chain: _Chain) -> None:
         while len(self._chains) >= REMEMBERED and chain.key not in self._chains:
@@ -219,54 +412,64 @@ class Planner:
     # ---- what was done --------------------------------------------------------------------------------------------
 
     @property
+    def _steps(self) -> list[_Step]:
+        steps = [chain.step for chain in self._chains.values() if chain.step is not None]
+        return list(dict.fromkeys(steps))
+
+    @property
     def profiles(self) -> list[ChainProfile]:
-        """The profiles of all stacks and shapes that were measured."""
-        return [chain.profile() for chain in self._chains.values() if chain.measured]
+        """The profiles of the steps that were measured, one for each shape."""
+        return [step.profile() for step in self._steps if step.measured]
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of all stacks and shapes that were measured."""
-        return [chain.plan for chain in self._chains.values() if chain.plan is not None]
+        """The plans of the steps that were measured, one for each shape. Its blocks are those of all stacks in turn."""
+        return [step.plan for step in self._steps if step.plan is not None]
 
     def report(self) -> str:
-        """Tell the budget, and for each stack and shape what is planned, or that it is yet to be measured."""
+        """Tell the budget, and for each step and shape what is planned, or that it is yet to be measured."""
         lines = [f"memory budget {_tell(self.memory_budget)}"]
-        for chain in self._chains.values():
-            lines.append(f"{chain.count} blocks, {chain.about}:")
-            told = str(chain.plan) if chain.plan else f"{len(chain.costs)} blocks measured so far"
+        for step in self._steps:
+            lines.append(f"{step.about}:")
+            known = sum(len(chain.costs) for chain in step.chains)
+            told = str(step.plan) if step.plan else f"{known} blocks measured so far"
             lines += [f"  {line}" for line in told.splitlines()]
         return "\n".join(lines)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planner:
         """A copy knows nothing of blocks that are not its own."""
-        return Planner(self.memory_budget, self.modes)
+        return Planner(self.memory_budget, self.modes, new_gradients=self.new_gradients)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Planner, (self.memory_budget, self.modes)
+        make = partial(Planner, new_gradients=self.new_gradients)
+        return make, (self.memory_budget, self.modes)
 
 
-def _joined(chains: Sequence[_Chain]) -> tuple[BlockCosts, ...]:
-    """Return the blocks of stacks that follow each other; what a stack begins with is held with the end of the last."""
-    blocks: list[BlockCosts] = []
-    for chain in chains:
-        if blocks:
-            last = blocks[-1]
-            blocks[-1] = replace(last, output=last.output + chain.input)
-        blocks += chain.profile().blocks
-    return tuple(blocks)
-
-
-def _cut(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
-    """Return the part of a plan for blocks ``start..stop-1`` as a plan of its own."""
-    whole = (start, stop) == (0, segments[-1].stop)
-    return (
-        tuple(segments)
-        if whole
-        else tuple(
-            Segment(max(s.start, start) - start, min(s.stop, stop) - start, mode=s.mode)
-            for s in segments
-            if s.start < stop and s.stop > start
-        )
+def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
+    """Return the costs of a block with what is held around it in a step."""
+    waiting, kept_too = gaps.waiting[place], gaps.kept_too[place]
+    gap, gap_peak, passing = gaps.held[place], gaps.peaks[place], gaps.passing[place]
+    return replace(
+        block,
+        output=block.output + gaps.handed_out[place],
+        kept=max(block.kept - kept_too, 0),
+        backward_peak=block.backward_peak + waiting,
+        gradient=block.gradient + waiting,
+        passing=passing,
+        placed=gaps.placed[place],
+        unkept=gaps.unkept[place],
+        carried=gaps.carried[place],
+        gap=gap,
+        # What takes less than the block itself needs no thought.
+        gap_peak=gap_peak if gap or gap_peak > block.forward_peak + passing else 0,
+        modes=tuple(
+            replace(
+                mode,
+                kept=max(mode.kept - kept_too, 0),
+                backward_peak=mode.backward_peak + waiting,
+            )
+            for mode in block.modes
+        ),
     )
 
 
@@ -295,6 +498,10 @@ def _kind(block: Any) -> str:
     return f"{getattr(block, '__module__', '')}.{code}"
 
 
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
 def _modules(block: Any) -> list[nn.Module]:
     owner = getattr(block, "__self__", block)
     return list(owner.modules()) if isinstance(owner, nn.Module) else []
@@ -308,6 +515,12 @@ def _signature(value: Any) -> Signature:
             for t in tensors_in(value)
         )
     )
+
+
+def _flags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """What else tells one call of a model from another, such as ``use_cache=True``."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    return tuple((name, value) for name, value in named.items() if isinstance(value, bool))
 
 
 def _about(value: Any) -> str:
@@ -340,11 +553,7 @@ def _evened(blocks: Sequence[BlockCosts]) -> tuple[BlockCosts, ...]:
     groups: dict[Any, list[BlockCosts]] = {}
     for block in blocks:
         groups.setdefault(_bytes(block), []).append(block)
-    medians = {key: _median(group) for key, group in groups.items()}
-    return tuple(
-        replace(block, **medians[_bytes(block)]) if len(groups[_bytes(block)]) > 1 else block
-        for block in blocks
-    )
+    return tuple(_with_median_times(block, groups[_bytes(block)]) for block in blocks)
 
 
 def _bytes(block: BlockCosts) -> Any:
@@ -352,14 +561,15 @@ def _bytes(block: BlockCosts) -> Any:
     return block.output, block.kept, block.forward_peak, block.backward_peak, modes
 
 
-def _median(group: Sequence[BlockCosts]) -> dict[str, Any]:
-    extras = zip(*(block.modes for block in group), strict=True)
-    return {
-        "forward": statistics.median(block.forward for block in group),
-        "backward": statistics.median(block.backward for block in group),
-        "recompute": statistics.median(block.recompute_time for block in group),
-        "modes": tuple(
-            replace(modes[0], extra=statistics.median(mode.extra for mode in modes))
-            for modes in extras
+def _with_median_times(block: BlockCosts, group: Sequence[BlockCosts]) -> BlockCosts:
+    extras = zip(*(other.modes for other in group), strict=True)
+    return replace(
+        block,
+        forward=statistics.median(other.forward for other in group),
+        backward=statistics.median(other.backward for other in group),
+        recompute=statistics.median(other.recompute_time for other in group),
+        modes=tuple(
+            replace(mode, extra=statistics.median(other.extra for other in modes))
+            for mode, modes in zip(block.modes, extras, strict=True)
         ),
-    }
+    )

@@ -79,11 +79,14 @@ class Run:
         state: A place for plugins to keep figures of this run, by plugin. No tensors (R8).
         side_carried: Whether a `recompute_context` gives the side inputs again, so that the run lets go of them at its end.
         kept: Reasons why regions kept what autograd saved instead of dropping it, by segment.
+        apart: Whether somebody's own loop calls the blocks, so that each will be a run of its own, and this one is only
+            to be planned: x is not known, but among the side inputs.
     """
 
     __slots__ = (
         "_captured",
         "_names",
+        "apart",
         "args",
         "blocks",
         "call",
@@ -109,7 +112,9 @@ class Run:
         collect: Callable[[Hidden, Any], Hidden] | None = None,
         call: Callable[[Block, Hidden, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         names: Sequence[str] | None = None,
+        apart: bool = False,
     ) -> None:
+        self.apart = apart
         self.blocks, self.args, self.kwargs, self.hooks = blocks, args, kwargs, hooks
         self.carry, self.collect, self.call = carry, collect, call
         self.segments: tuple[Segment, ...] = ()

@@ -246,7 +246,7 @@ class Solver:
         if plan is None:
             floor = self.floor
             least, plain = floor.peak + beside, floor.plain_peak + beside
-            outside = beside + self.profile.carried + sum(b.gap for b in self.profile.blocks)
+            outside = beside + sum(block.gap for block in self.profile.blocks)
             held = f", of which {format_bytes(outside)} are held outside of the blocks"
             error = BudgetError(
                 f"a memory budget of {format_bytes(asked)} ({asked} bytes) cannot be kept: the least that a plan "
@@ -316,16 +316,15 @@ class Solver:
     def _within(self, budget: int) -> list[Plan]:
         """Return plans that keep a budget where slots may be too coarse to find any."""
         table, plans = self._table(self._rung(budget)), list[Plan]()
-        within = budget - self.profile.carried
 
         def holds(slot: int) -> bool:
             """Whether a plan has to the byte the time that it has by slots."""
-            time, segments = table.plan_within(slot, within)
+            time, segments = table.plan_within(slot, budget)
             plans.append(self.plan(segments))
             return plans[-1].time <= time * (1 + 1e-4)
 
         # The higher a slot, the faster its plan, but only from some slot down one holds.
-        low = high = top = table.slot(within)
+        low = high = top = table.slot(budget)
         while not holds(low) and low:
             low, high = max(2 * low - top - 1, 0), low
         while high - low > 1:
@@ -400,8 +399,8 @@ def _brief(segments: Segments, most: int = 8) -> str:
 
 
 def _first_peaks(profile: ChainProfile) -> list[int]:
-    """Return the peak of ``first(count)`` for each count from none to all blocks."""
-    blocks = profile.blocks
+    """Return the peak of ``first(count)`` for each count from none to all blocks, or a little more."""
+    blocks = [_folded(block) for block in profile.blocks]
     gaps = [0, *accumulate(block.gap for block in blocks)]
     states = [0, *accumulate(block.output for block in blocks)]
     holds = [0, *accumulate(block.kept + block.output for block in blocks)]
@@ -412,7 +411,7 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
         (
             state
             + max(
-                block.forward_peak + block.passing,
+                block.forward_peak,
                 block.backward_peak,
                 block.gradient + block.recompute_peak,
                 block.gap_peak - block.gap,
@@ -424,13 +423,12 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
     )
     kept = [holds[-1] + max(profile.tail_peak, profile.tail_forward)]
     for hold, block in zip(reversed(holds[:-1]), reversed(blocks), strict=True):
-        forward_peak = block.forward_peak + block.passing
-        most = max(forward_peak, block.backward_peak, block.gap_peak - block.gap)
+        most = max(block.forward_peak, block.backward_peak, block.gap_peak - block.gap)
         kept.append(max(kept[-1], hold + most))
     return [
-        max(before, state + after - hold) + (profile.carried if count else 0)
-        for count, (before, state, after, hold) in enumerate(
-            zip(recomputed, states, reversed(kept), holds, strict=True)
+        max(before, state + after - hold)
+        for before, state, after, hold in zip(
+            recomputed, states, reversed(kept), holds, strict=True
         )
     ]
 
@@ -494,6 +492,24 @@ def _ways(block: BlockCosts) -> dict[Mode, _Way]:
     return ways
 
 
+def _folded(block: BlockCosts) -> BlockCosts:
+    """Return a block's costs with all that may be held as if it were held in each plan."""
+    kept_too, passing = block.placed - block.unkept, block.passing
+    modes = (
+        replace(m, kept=max(m.kept - kept_too, 0), forward_peak=m.forward_peak + passing)
+        for m in block.modes
+    )
+    return replace(
+        block,
+        output=block.output + block.placed,
+        kept=max(block.kept - kept_too, 0),
+        forward_peak=block.forward_peak + passing,
+        gap=block.gap + block.carried,
+        gap_peak=block.gap_peak + block.carried,
+        modes=tuple(modes),
+    )
+
+
 def _gap(held: int, peak: int, time: float = 0.0) -> BlockCosts:
     """Return what is between two blocks as one more, of which only an output is held."""
     return BlockCosts(forward=time, backward=0.0, output=held, kept=0, backward_peak=peak)
@@ -514,9 +530,7 @@ class _Least:
     def __init__(self, profile: ChainProfile, longest: int) -> None:
         self.longest = longest
         stages, gaps = list[BlockCosts](), list[bool]()
-        for costs in profile.blocks:
-            # What passes is held in the first forward alone; a block by itself is recomputed without.
-            block = replace(costs, forward_peak=costs.forward_peak + costs.passing)
+        for block in map(_folded, profile.blocks):
             if block.gap or block.gap_peak:
                 less = min(block.gap, 0)
                 if less and stages:  # of what the block before gave, not all is held

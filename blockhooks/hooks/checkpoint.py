@@ -139,6 +139,7 @@ class Checkpoint:
         if self.save is not None:
             around, again = create_selective_checkpoint_contexts(self.save)  # type: ignore[no-untyped-call]
             contexts.append(lambda: again)
+        measure = None if self.planner is None else self.planner.begin_block(run, segment, x)
         result = checkpointed(
             region,
             (x,),
@@ -149,8 +150,8 @@ class Checkpoint:
             on_keep=region.keep,
             forward_context=around,
         )
-        if self.planner is not None:
-            self.planner.measure(run, segment, region, x, contexts)
+        if measure is not None:
+            measure(region, result, contexts)
         return result
 
     def report(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
 from blockhooks.errors import AttachError
+from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.lowering import Lowered, lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
     Blocks,
@@ -117,6 +118,8 @@ class Handle:
         self._stacks += [_Attached(self, stack, inside=True) for stack in inner]
         self._in_forward = 0
         self.evaluating = self.called = False
+        checkpoints = [plugin for plugin in chain.plugins if isinstance(plugin, Checkpoint)]
+        self._planners = [c.planner for c in checkpoints if c.planner is not None]
         for stack in self._stacks:
             stack.route()
         if not is_routed(model):
@@ -159,20 +162,30 @@ class Handle:
         )
         return f"<hooks {self.chain!r} on {stacks}>"
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Mark the model's own forward: its beginning is the beginning of a step."""
-        if not self._in_forward and not in_backward():
+    def forward(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the model's own forward: its beginning is the beginning of a step."""
+        begins, model = not self._in_forward and not in_backward(), self._model()
+        assert model is not None
+        if begins:
             self.called = True
             self.begin_step()
+            for planner in self._planners:
+                planner.begin_model(model, args, kwargs)
         self._in_forward += 1
+        output = None
         try:
-            yield
+            output = plain(*args, **kwargs)
+            return output
         finally:
             self._in_forward -= 1
             if not self._in_forward:
                 for stack in self._stacks:
                     stack.end_region()
+            if begins:
+                for planner in self._planners:
+                    planner.end_model(output)
 
     def begin_step(self) -> None:
         """Forget what was done in the step before, unless this one has nothing to tell."""
@@ -196,8 +209,7 @@ class _WholeModel:
     def __call__(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self.handle.forward():
-            return plain(*args, **kwargs)
+        return self.handle.forward(plain, args, kwargs)
 
     def traced(
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -362,7 +374,9 @@ class _Attached:
         """
         if self.plan is None:
             hooks = self.handle.chain.hooks
-            segments = hooks.plan_segments(Run(blocks, args, kwargs, hooks, names=self.names))
+            segments = hooks.plan_segments(
+                Run(blocks, args, kwargs, hooks, names=self.names, apart=True)
+            )
             self.plan = [
                 (outer, Segment(place, place + 1, mode=outer.mode))
                 for segment in segments

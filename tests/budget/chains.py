@@ -1,6 +1,7 @@
 """Random chains of costs, all plans of a small one, and a solver that is slow and sure."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -40,6 +41,20 @@ def random_profile(seed, blocks, *, modes=False, even=False):
             )
         )
     return ChainProfile(blocks=tuple(made), tail=5.0)
+
+
+def with_gaps(profile, seed, *, before=range(10_000)):
+    """The same chain with something held outside of the blocks: in front of some of them, and after the last."""
+    draw = random.Random(seed)
+    blocks, outputs = [], [0, *(block.output for block in profile.blocks)]
+    for index, block in enumerate(profile.blocks):
+        if index in before and draw.random() < 0.6:
+            gap = draw.randint(-outputs[index], 20)
+            peak, passing = gap + draw.randint(0, 40), draw.randint(0, 9)
+            block = replace(block, gap=gap, gap_peak=peak, passing=passing)
+        blocks.append(block)
+    peaks = {name: draw.randint(0, 80) for name in ("tail_peak", "tail_forward")}
+    return replace(profile, blocks=tuple(blocks), **peaks)
 
 
 def all_plans(start, stop, modes=("keep",), depth=3):

@@ -1,6 +1,7 @@
 """The solver finds the optimum that trying every plan finds, keeps every budget, and is never slower with more."""
 
 import json
+from itertools import product
 from math import inf
 
 import pytest
@@ -10,7 +11,7 @@ from blockhooks.costs import BlockCosts, ChainProfile
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, check_plan, every, first
 from blockhooks.solver import Solver
-from tests.budget.chains import all_plans, least_times, random_profile
+from tests.budget.chains import all_plans, least_times, random_profile, with_gaps
 
 
 def budgets(profile, count=12):
@@ -107,6 +108,52 @@ def test_blocks_that_are_called_one_by_one_get_segments_of_one_block():
         assert plan.time >= together.solve(budget).time
 
 
+def optimal(solver, plans):
+    """Whether a solver finds the best of all plans for each budget."""
+    profile = solver.profile
+    points = [predict(profile, plan) for plan in plans]
+    for budget in [*budgets(profile, 40), min(peak for _, peak in points)]:
+        best = best_of(points, budget)
+        if best == inf:
+            with pytest.raises(BudgetError, match="cannot be kept"):
+                solver.solve(budget)
+            continue
+        found = solver.solve(budget)
+        assert found.peak <= budget
+        assert found.time <= best + 0.005 * profile.plain.time
+    return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_held_outside_of_blocks_is_planned_around(seed):
+    modes = ("keep", "selective", "recompute")
+    profile = with_gaps(random_profile(seed, 6, modes=True), seed)
+    apart = [
+        tuple(Segment(index, index + 1, mode=mode) for index, mode in enumerate(chosen))
+        for chosen in product(modes, repeat=len(profile))
+    ]
+    assert optimal(Solver(profile, apart=True), apart)
+
+    profile = with_gaps(random_profile(seed, 4), seed, before=[0])
+    assert optimal(Solver(profile), all_plans(0, 4, depth=3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_segment_goes_over_what_is_between_two_blocks(seed):
+    profile = with_gaps(random_profile(seed, 20), seed)
+    solver = Solver(profile)
+    gaps = {index for index, block in enumerate(profile.blocks) if block.gap or block.gap_peak}
+
+    for budget in budgets(profile):
+        if budget >= solver.floor.peak:
+            for segment in solver.solve(budget).segments:
+                inside = segment.indices[1:] if segment.mode == "recompute" else ()
+                assert not gaps & set(inside)
+    assert [solver._first_peaks[count] for count in range(21)] == [
+        solver.plan(first(count)(20)).peak for count in range(21)
+    ]
+
+
 def test_below_the_floor_the_error_names_the_floor_and_the_plan_that_reaches_it():
     profile = random_profile(0, 9)
 
@@ -180,7 +227,7 @@ def test_a_plan_prints_as_a_table():
 
 def test_a_budget_below_the_floor_is_told_with_what_is_held_beside():
     solver, beside = Solver(random_profile(0, 6)), 1000
-    with pytest.raises(BudgetError, match="are held beside the blocks") as caught:
+    with pytest.raises(BudgetError, match="are held outside of the blocks") as caught:
         solver.solve(beside, beside=beside)
     assert caught.value.floor == solver.floor.peak + beside
     assert solver.solve(caught.value.floor, beside=beside).peak <= caught.value.floor - beside

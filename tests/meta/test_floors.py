@@ -8,7 +8,7 @@ from tests.meta.source import modules, own_imports
 
 FLOORS = (
     ("errors", "plan", "structure", "ambient", "report", "costs", "solver", "recipes"),
-    ("recompute", "memory", "timeline", "saved", "rebuild", "offloading", "measuring"),
+    ("recompute", "memory", "timeline", "saved", "rebuild", "offloading", "measuring", "outside"),
     ("hookspecs", "run", "calls", "planner"),
     ("hooks",),
     ("chain",),

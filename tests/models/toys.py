@@ -281,6 +281,61 @@ class Experts(nn.Module):
         return x
 
 
+class Mixes(nn.Module):
+    """Attention and two linear layers, as in the blocks of vision transformers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.mix = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.first(x)
+        x = x + self.dropout(self.attention(y, y, y, need_weights=False)[0])
+        return x + self.dropout(self.mix(self.second(x)))
+
+
+class Stage(nn.Module):
+    """Blocks, and then, but for the last stage, a fourth of the places at twice the width."""
+
+    def __init__(self, width, depth, last):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixes(width) for _ in range(depth))
+        self.norm = None if last else nn.LayerNorm(4 * width)
+        self.merge = None if last else nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.merge is None:
+            return x
+        batch, places, width = x.shape
+        return self.merge(self.norm(x.reshape(batch, places // 4, 4 * width)))
+
+
+class Pyramid(nn.Module):
+    """Stages of unequal blocks, as in Swin and its like."""
+
+    def __init__(self, width=16, depths=(2, 2, 6, 2)):
+        super().__init__()
+        self.embed = nn.Linear(48, width)
+        last = len(depths) - 1
+        self.stages = nn.ModuleList(
+            Stage(width * 2**place, depth, place == last) for place, depth in enumerate(depths)
+        )
+        self.norm, self.head = nn.LayerNorm(width * 2**last), nn.Linear(width * 2**last, 10)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(self.norm(x).mean(1))
+
+
 class Named(nn.Module):
     """Hands on a dict."""
 

@@ -1,0 +1,542 @@
+"""What a step holds outside of its blocks: embedding, head and loss, and what lies between stacks.
+
+A gap is what a step does before its first block, between one block and the next, or after the last; there is one more
+than there are blocks. Blocks can be executed again to be measured, but the code in the gaps is the model's and the
+user's own. What it holds is in autograd's graph, though, once the backward begins: `Outside` counts the tensors that
+nodes of the gaps have saved, and then follows their gradients, node by node, while the backward goes on.
+
+Nothing of the step is changed. No tensor is held, hooks on nodes only look, and what a node takes inside itself is
+measured by calling its function once more, which calls no hook of anybody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from operator import add, sub
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from blockhooks import memory
+from blockhooks.structure import tensors_in
+
+__all__ = ["Gaps", "Outside", "storage_keys"]
+
+# Torch's own derivatives: functions of gradients and saved tensors alone, which may be called twice.
+_DERIVATIVE: Final = re.compile(r"\w+Backward\d+")
+_LEAF: Final = "torch::autograd::AccumulateGrad"
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What a step of n blocks held outside of them, in bytes.
+
+    Attributes:
+        held: What came to be held in each of the n + 1 gaps, from the forward to the backward; negative where less is
+            held than the output of the block before.
+        peaks: Most at a time in each gap, above what was held before it.
+        handed_out: What each block has put into its side inputs that the user holds in the backward, as in a cache.
+        kept_too: How much of that is among what autograd keeps of the block.
+        placed: What else each block has put there.
+        unkept: How much of that is not among what autograd keeps of the block.
+        waiting: What waits while the backward of each block is executed: gradients that later blocks and gaps have
+            given to parameters, and to tensors that they share with this block or earlier ones; and what the user
+            holds of the results.
+        passing: What is held besides in the forward of each block, and no longer in the backward: by the model's own
+            code.
+        tail: Most at a time in the forward after the last block, as far as the model goes.
+        carried: What is first given to each block, and held only for it or later ones to be executed again: side inputs
+            that autograd does not keep.
+    """
+
+    held: tuple[int, ...]
+    peaks: tuple[int, ...]
+    handed_out: tuple[int, ...]
+    kept_too: tuple[int, ...]
+    placed: tuple[int, ...]
+    unkept: tuple[int, ...]
+    waiting: tuple[int, ...]
+    passing: tuple[int, ...]
+    carried: tuple[int, ...]
+    tail: int
+
+
+class Outside:
+    """Watches the gaps of one step, from its first block to the end of its backward.
+
+    The blocks and gaps of a step in order are its stages: even ones are gaps, odd ones blocks.
+
+    Args:
+        device: Where bytes are counted.
+        given: Keys of storages that are there before the step.
+        meter: What meters the forward of a model, if it is known where that begins and ends: all that is not given is
+            made in it then. Otherwise, and after the model has returned, a tensor without gradients is taken for
+            given: a mask, a target.
+        new_gradients: Whether gradients of parameters that have none are counted.
+        finished: Called at the end of the backward.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        given: Iterable[int] = (),
+        meter: memory.Meter | None = None,
+        new_gradients: bool = True,
+        finished: Callable[[Gaps], None],
+    ) -> None:
+        self._device, self._given, self._meter = device, set(given), meter
+        self._new_gradients, self._finished = new_gradients, finished
+        self._edges: list[int] = []  # autograd's sequence numbers where blocks begin and end
+        self._end: int | None = None  # the one where the model has returned
+        self._outputs: list[list[_Mark]] = []  # by block
+        self._ends: set[int] = set()  # the numbers of the nodes that made them
+        self._unsaved: list[int] = []  # by block
+        self._placed: list[int] = []  # by block, bytes that it put into its side inputs
+        self._in_forward: list[
+            tuple[int, int]
+        ] = []  # by gap, most bytes in it, and those live at its end
+        self._gap: memory.Meter | None = None
+        self._results: list[weakref.ref[Tensor]] = []
+        self._marks: dict[int, _Mark] = {}
+        self._live = 0
+        self._handles: list[Any] = []
+        self._paused = False
+        _watch(self)
+
+    def stop(self) -> None:
+        """Wait for no backward any more."""
+        _unwatch(self)
+
+    # ---- the forward ----------------------------------------------------------------------------------------------
+
+    def begin_block(self, x: Sequence[Tensor], side: Sequence[Tensor]) -> None:
+        """Begin a block, with the tensors in its hidden state and in its side inputs."""
+        stage = len(self._edges)
+        for tensor in x:
+            self._hold(tensor, stage, kept=True)
+        for tensor in side:
+            self._hold(tensor, stage)
+        if self._outputs:  # what goes from block to block is for the plan to hold or not
+            keys = storage_keys((*x, *side))
+            self._outputs[-1] = [mark for mark in self._outputs[-1] if mark.key not in keys]
+        self._end_gap()
+        self._edges.append(_get_sequence_nr())
+
+    def end_block(self, output: Iterable[Tensor], side: Iterable[Tensor]) -> None:
+        """End a block, with the hidden state that it gave and what is in its side inputs now."""
+        stage = len(self._edges)
+        self._edges.append(_get_sequence_nr())
+        made = []
+        for tensor in output:
+            made += self._hold(tensor, stage)
+            if tensor.grad_fn is not None:
+                self._ends.add(tensor.grad_fn._sequence_nr())
+        for mark in made:
+            mark.output = True
+        self._outputs.append(made)
+        placed = [mark for tensor in side for mark in self._hold(tensor, stage)]
+        self._placed.append(sum(mark.nbytes for mark in placed))
+        self._unsaved.append(0)
+
+    def measured_block(self, side: Iterable[int] | None, unsaved: int = 0) -> None:
+        """Learn more of the block that has just ended.
+
+        Args:
+            side: Keys of the storages of its side inputs that autograd keeps; None if not known.
+            unsaved: Bytes that it put into its side inputs, and that autograd does not keep.
+        """
+        self._unsaved[-1] = min(unsaved, self._placed[-1])
+        for key in self._marks if side is None else side:
+            if key in self._marks:
+                self._marks[key].kept = True
+        if self._meter is not None:
+            self._gap = memory.peak(self._device).__enter__()
+
+    def returned(self, output: Any) -> None:
+        """End the model's forward, with what it returns."""
+        self._end_gap()
+        self._end = _get_sequence_nr()
+        for part in _parts(output):
+            weak = part if not isinstance(part, tuple | list | dict) else None
+            for tensor in tensors_in(part):
+                self._hold(tensor, len(self._edges))
+                self._results.append(weakref.ref(tensor))
+                mark = self._marks.get(_key(tensor) or 0)
+                if mark is not None:
+                    mark.holders.append(weakref.ref(tensor if weak is None else weak))
+
+    def _end_gap(self) -> None:
+        """Note what a gap has held in the forward."""
+        meter, gap = self._meter, self._gap
+        if meter is None:
+            self._in_forward.append((0, 0))
+            return
+        now, most = meter.now, meter.peak
+        if gap is not None:
+            gap.__exit__(None, None, None)
+            most, self._gap = now - gap.now + gap.peak, None
+        self._in_forward.append((most, now))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let backwards that begin in the context pass: they are not the step's."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _hold(
+        self, tensor: Tensor, stage: int, *, kept: bool = False, known: bool = True
+    ) -> list[_Mark]:
+        """Note what a tensor holds from a stage on; return what is new of it.
+
+        Args:
+            tensor: The tensor.
+            stage: The stage.
+            kept: Whether it is held in every plan.
+            known: Whether it was made in the step if it is not given; else that is so if it has gradients.
+        """
+        key = _key(tensor)
+        if key is None or key in self._given or tensor.device != self._device:
+            return []
+        mark, new = self._marks.get(key), []
+        if mark is None:
+            if not tensor.requires_grad and not (self._meter is not None and known):
+                return []
+            mark = self._mark(tensor, key, stage)
+            new.append(mark)
+        elif mark.stage % 2 == 0:
+            mark.stage = min(mark.stage, stage)
+        mark.kept |= kept
+        return new
+
+    def _mark(self, tensor: Tensor, key: int, stage: int) -> _Mark:
+        storage = tensor.untyped_storage()
+        mark = self._marks[key] = _Mark(storage, self._freed)
+        mark.key, mark.nbytes, mark.stage = key, storage.nbytes(), stage
+        mark.output = mark.kept = mark.gradient = False
+        mark.holders = []
+        self._live += mark.nbytes
+        return mark
+
+    def _freed(self, mark: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(mark, _Mark)
+        if self._marks.get(mark.key) is mark:
+            self._forget(mark)
+
+    def _forget(self, mark: _Mark) -> None:
+        del self._marks[mark.key]
+        self._live -= mark.nbytes
+
+    # ---- the backward ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self, roots: Iterable[Any]) -> bool:
+        """Look at the graph of a backward that is about to begin; return whether it is that of this step."""
+        if self._paused or len(self._edges) % 2:
+            return False
+        nodes = _graph(roots)
+        if not any(self._stage(node) % 2 for node in nodes if node.name() != _LEAF):
+            return False
+        self.stop()
+        if self._end is None:
+            self._end_gap()
+        results = [tensor for reference in self._results if (tensor := reference()) is not None]
+        nodes = _graph((*roots, *results))
+        stages = {node: self._stage(node) for node in nodes if node.name() != _LEAF}
+        leaves = [node for node in nodes if node not in stages]
+        self._given |= storage_keys(leaf.variable for leaf in leaves)
+        for mark in [mark for key, mark in self._marks.items() if key in self._given]:
+            self._forget(mark)
+        for root in roots if self._meter is not None else ():
+            if isinstance(root, Tensor):  # the loss
+                self._hold(root, len(self._edges), kept=True)
+        self._weigh(self._hook(stages))
+        self._waiting = self._waits(nodes, stages)
+        return True
+
+    def _hook(self, stages: dict[Any, int]) -> int:
+        """Find what the nodes of the gaps have saved, and put hooks on them.
+
+        Returns:
+            Bytes of what the user's own code has saved, after the model.
+        """
+        after_model = 0
+        for node, stage in stages.items():
+            if stage % 2 == 0:
+                saved, untouched = _saved(node)
+                known = self._end is None or node._sequence_nr() < self._end
+                for tensor in saved:
+                    new = self._hold(tensor, stage, kept=True, known=known)
+                    after_model += sum(mark.nbytes for mark in new) * (not known)
+                again = untouched and _DERIVATIVE.fullmatch(node.name()) is not None
+                before, after = partial(self._before, stage, again), partial(self._after, stage)
+                self._handles += [node.register_prehook(before), node.register_hook(after)]
+        return after_model
+
+    def _weigh(self, after_model: int) -> None:
+        """Sum up what is held as the backward begins.
+
+        Args:
+            after_model: Bytes of what the user's own code has saved, which may hold all that the model returned meanwhile.
+        """
+        stages = len(self._edges) + 1
+        held, handed_out, carried = [0] * stages, [0] * stages, [0] * stages
+        for mark in list(self._marks.values()):
+            used = any(holder() is not None for holder in mark.holders)
+            if mark.output or (mark.stage % 2 == 0 and (mark.kept or used)):
+                held[mark.stage] += mark.nbytes
+            elif used:
+                handed_out[mark.stage] += mark.nbytes
+            else:  # for blocks to be executed again
+                carried[mark.stage] += mark.nbytes
+                self._forget(mark)
+        self._held, self._carried = held[::2], carried[:-1:2]
+        self._handed_out = handed_out[1::2]
+        both = list(map(min, self._unsaved, self._handed_out))
+        self._kept_too = list(map(sub, self._handed_out, both))
+        self._placed = list(map(sub, self._placed, self._handed_out))
+        self._unkept = list(map(sub, self._unsaved, both))
+        held = list(map(add, held, handed_out))
+        self._below = [0, *accumulate(held)]
+        self._dropped = [0] + [
+            sum(mark.nbytes for mark in output if self._marks.get(mark.key) is not mark)
+            for output in self._outputs
+        ]
+        # In the forward there was also all that blocks have put into side inputs, and what is carried.
+        carried[1::2] = self._placed
+        there = [0, *accumulate(map(add, held, carried))]
+        self._passing, self._peaks = [], []
+        for gap, (most, now) in enumerate(self._in_forward):
+            self._passing.append(max(now - there[2 * gap + 1], 0))
+            self._peaks.append(max(most - there[2 * gap], 0))
+        self._peaks[-1] = max(self._peaks[-1], self._in_forward[-1][1] + after_model - there[-2])
+        self._seen = [0] * len(self._peaks)
+
+    def end_backward(self) -> None:
+        """Tell what was seen, now that the backward is over."""
+        self.let_go()
+        outlived = [mark for mark in self._marks.values() if not mark.gradient]
+        for mark in outlived:  # it was there in the backward of all before
+            for stage in range(1, min(mark.stage, len(self._edges)), 2):
+                self._waiting[stage] += mark.nbytes
+        backward = [
+            seen + wait if seen else 0
+            for seen, wait in zip(self._seen, self._waiting[::2], strict=True)
+        ]
+        *forward, tail = self._peaks
+        peaks = map(max, (*forward, 0), backward, self._held)
+        self._finished(
+            Gaps(
+                held=tuple(map(sub, self._held, self._dropped)),
+                peaks=tuple(map(sub, peaks, self._dropped)),
+                handed_out=tuple(self._handed_out),
+                kept_too=tuple(self._kept_too),
+                placed=tuple(self._placed),
+                unkept=tuple(self._unkept),
+                waiting=tuple(self._waiting[1::2]),
+                passing=tuple(self._passing[:-1]),
+                carried=tuple(self._carried),
+                tail=tail - self._dropped[-1],
+            )
+        )
+
+    def let_go(self) -> None:
+        """Take the hooks away from the graph, which may live on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _stage(self, node: Any) -> int:
+        return bisect_right(self._edges, node._sequence_nr())
+
+    def _waits(self, nodes: Iterable[Any], stages: dict[Any, int]) -> list[int]:
+        """Return the bytes of gradients that wait during each stage for a node of an earlier one."""
+        first: dict[Any, int] = {}
+        last: dict[Any, int] = {}
+        for user, stage in stages.items():
+            for node, _ in user.next_functions:
+                first[node] = min(first.get(node, stage), stage)
+                last[node] = max(last.get(node, stage), stage)
+        waiting = [0] * (len(self._edges) + 1)
+        for node in nodes:
+            if node not in last:
+                continue
+            if node not in stages:
+                new = self._new_gradients and node.variable.grad is None
+                start, nbytes = 0 if new else first[node], node.variable.nbytes
+            else:
+                own = stages[node]
+                # What a block gives beside x gets a gradient that its own measuring does not know.
+                extra = own % 2 == 1 and node._sequence_nr() not in self._ends
+                start, nbytes = own if extra else own + 1, _gradient_bytes(node)
+            for stage in range(start, last[node]):
+                # What gaps give to gaps is seen by the hooks there.
+                if stage % 2 or last[node] % 2:
+                    waiting[stage] += nbytes
+        return waiting
+
+    def _before(self, stage: int, again: bool, gradients: Gradients) -> None:
+        """Look at the gradients that a node is about to be called with, and at what it takes itself."""
+        self._see(gradients)
+        inside = 0
+        if again and not torch.is_grad_enabled():
+            node: Any = torch._C._current_autograd_node()
+            with memory.peak(self._device) as meter:
+                node(*gradients)
+            inside = meter.peak
+        self._note(stage, inside)
+
+    def _after(self, stage: int, gradients: Gradients, _: Gradients) -> None:
+        """Look at the gradients that a node has made."""
+        self._see(gradients)
+        self._note(stage, 0)
+
+    def _see(self, gradients: Gradients) -> None:
+        for tensor in gradients:
+            key = None if tensor is None else _key(tensor)
+            if tensor is not None and key is not None and key not in self._marks:
+                self._mark(tensor, key, len(self._edges)).gradient = True
+
+    def _note(self, stage: int, inside: int) -> None:
+        live = self._live + inside - self._below[stage]
+        self._seen[stage // 2] = max(self._seen[stage // 2], live)
+
+
+class _Mark(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage of a step.
+
+    Attributes:
+        key: The storage's key.
+        nbytes: Its bytes.
+        stage: From which on it is held.
+        output: Whether it is a block's hidden state.
+        kept: Whether it is held in every plan, not only where a block is to be executed again.
+        gradient: Whether it was made in the backward.
+        holders: What holds it among the model's results.
+    """
+
+    __slots__ = ("gradient", "holders", "kept", "key", "nbytes", "output", "stage")
+    key: int
+    nbytes: int
+    stage: int
+    output: bool
+    kept: bool
+    gradient: bool
+    holders: list[weakref.ref[Any]]
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
+    """Return keys of the tensors' storages, as `Outside` takes them."""
+    return {key for tensor in tensors if (key := _key(tensor)) is not None}
+
+
+def _parts(output: Any) -> Iterable[Any]:
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, tuple | list) else (output,)
+
+
+def _key(tensor: Tensor) -> int | None:
+    strange = tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
+    return None if strange else int(tensor.untyped_storage()._cdata)
+
+
+# ------------------------------------------------------------------------------------------------- autograd's graph
+
+
+def _graph(roots: Iterable[Any]) -> list[Any]:
+    """Return all nodes that a backward can reach."""
+    todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    nodes: dict[Any, None] = {}
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            todo += [earlier for earlier, _ in node.next_functions]
+    return list(nodes)
+
+
+def _saved(node: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors that a node has saved, and whether all are as they are, without saved-tensor hooks."""
+    tensors: list[Any] = list(getattr(node, "__dict__", {}).values())  # of somebody's own Function
+    untouched = True
+    for raw, name in _names_of_saved(type(node)):
+        # Raised if a saved tensor was changed in place: so will the backward.
+        with contextlib.suppress(RuntimeError):
+            parts = getattr(node, raw)
+            parts = parts if isinstance(parts, tuple | list) else (parts,)
+            if all(part.unpack_hook is None for part in parts):
+                value = getattr(node, name)
+                tensors += value if isinstance(value, tuple | list) else (value,)
+            else:
+                tensors += [part.data for part in parts]
+                untouched = False
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)], untouched
+
+
+_names: dict[type, list[tuple[str, str]]] = {}
+
+
+def _names_of_saved(kind: type) -> list[tuple[str, str]]:
+    """Return the names of a node's saved tensors: as they are packed, and as they are."""
+    if kind not in _names:
+        raws = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        names = [name.removeprefix("_raw") for name in raws]
+        names = [name if hasattr(kind, name) else name[1:] for name in names]
+        _names[kind] = list(zip(raws, names, strict=True))
+    return _names[kind]
+
+
+def _gradient_bytes(node: Any) -> int:
+    return sum(prod(output.shape) * output.dtype.itemsize for output in node._input_metadata)
+
+
+# --------------------------------------------------------------------------------------------- where backwards begin
+
+_waiting: weakref.WeakSet[Outside] = weakref.WeakSet()
+_autograd: Any = torch.autograd
+_engine: Any = None
+
+
+def _watch(outside: Outside) -> None:
+    """Let a step know when a backward begins: there is no other sign of it (torch 2.14)."""
+    global _engine
+    _waiting.add(outside)
+    if _autograd._engine_run_backward is not _run_backward:
+        _engine = _autograd._engine_run_backward
+        _autograd._engine_run_backward = _run_backward
+
+
+def _unwatch(outside: Outside) -> None:
+    _waiting.discard(outside)
+    if not _waiting and _autograd._engine_run_backward is _run_backward:
+        _autograd._engine_run_backward = _engine
+
+
+def _run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+    outermost = torch._C._current_graph_task_id() == -1
+    begun = [o for o in tuple(_waiting) if o.begin_backward(roots)] if outermost else []
+    try:
+        result = _engine(roots, *args, **kwargs)
+    except BaseException:
+        for outside in begun:
+            outside.let_go()
+        raise
+    for outside in begun:
+        outside.end_backward()
+    return result
