@@ -34,6 +34,8 @@ __all__ = [
     "OffloadError",
     "PlanError",
     "RecomputeError",
+    "check_count",
+    "import_extra",
 ]
 
 
