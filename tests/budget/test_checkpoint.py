@@ -80,6 +80,24 @@ def test_budgets_are_kept_bit_for_bit_and_the_peak_is_the_predicted_one(budget):
     assert plan.plain_peak == pytest.approx(peak, rel=0.01)
 
 
+def test_gradients_that_accumulate_need_no_plan_of_their_own():
+    blocks, x = stack(), hidden()
+    checkpoint = Checkpoint(memory_budget=0.5)
+    chain = HookChain([checkpoint])
+    peaks = {}
+    for hooks in ((), chain):
+        for block in blocks:
+            block.zero_grad()
+        peaks[hooks] = []
+        for _ in range(4):  # of which the first makes the gradients
+            with memory.peak() as meter:
+                apply_blocks(blocks, x, hooks=hooks).square().mean().backward()
+            peaks[hooks].append(meter.peak)
+
+    assert len(checkpoint.planner.plans) == 1
+    assert max(peaks[chain][1:]) <= 0.5 * min(peaks[()])
+
+
 def test_the_measuring_step_needs_little_memory():
     blocks, x = stack(sizes=(256,) * 12), hidden()
     peak, _ = step(blocks, x)
