@@ -225,7 +225,6 @@ class Planner:
         self.modes = dict(modes or {})
         self._chains: dict[Signature, _Chain] = {}
         self._running: dict[Signature, _Chain] = {}
-        self._most_new: dict[Signature, int] = {}
         self._step = _Step()
         self._measuring = False
         self._call: _ModelCall | None = None
@@ -236,10 +235,8 @@ class Planner:
     def begin_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call of a model whose blocks are called by its own loops; it begins a step."""
         if can_recompute():
-            tensors = tensors_in((args, kwargs))
-            given = _signature(tensors), _flags(args, kwargs)
-            signature: Signature = (id(model), model.training, *given)
-            signature += (self._without_gradient(signature, model.parameters()),)
+            tensors, new = tensors_in((args, kwargs)), self._without_gradient(model.parameters())
+            signature = (id(model), model.training, _signature(tensors), _flags(args, kwargs), new)
             self._step = _Step()
             known = [chain for chain in self._chains.values() if chain.key[-1] == signature]
             meter = None
@@ -280,27 +277,16 @@ class Planner:
 
     def _chain_of(self, run: Run, x: Hidden) -> _Chain:
         given, call = (x, run.args, run.kwargs), self._call
-        key: Signature = (_blocks(run), run.apart, _signature(given), torch.is_autocast_enabled())
+        within: Any = call and call.signature
         if call is None:
             modules = (block for block in run.blocks if isinstance(block, nn.Module))
-            parameters = (p for module in modules for p in module.parameters())
-            key += (self._without_gradient(key, parameters),)
-        else:
-            key += (call.signature,)
+            within = self._without_gradient(p for module in modules for p in module.parameters())
+        key = (_blocks(run), run.apart, _signature(given), torch.is_autocast_enabled(), within)
         return self._chains.get(key) or _Chain(key, _about(given), len(run.blocks), run.apart)
 
-    def _without_gradient(self, signature: Signature, parameters: Iterable[Tensor]) -> int:
-        """Return how many parameters will get a new gradient that counts, or would in another step of that signature.
-
-        What was planned for more of them holds for fewer, as in the later micro-batches of an accumulation.
-        """
-        if not self.new_gradients:
-            return 0
-        count = sum(p.grad is None for p in parameters if p.requires_grad)
-        most = self._most_new[signature] = max(count, self._most_new.pop(signature, 0))
-        while len(self._most_new) > REMEMBERED:
-            del self._most_new[next(iter(self._most_new))]
-        return most
+    def _without_gradient(self, parameters: Iterable[Tensor]) -> int:
+        """Return how many parameters will get a new gradient that counts."""
+        return self.new_gradients and sum(p.grad is None for p in parameters if p.requires_grad)
 
     def _begun(self, chain: _Chain, given: Sequence[Tensor]) -> tuple[Segment, ...]:
         """Return the segments of a stack that is about to be run."""
