@@ -235,15 +235,6 @@ def _tensors(node: type, names: tuple[str, ...]) -> list[tuple[Any, bool]]:
     ]
 
 
-def _input(node: Node, place: int) -> _Result | None:
-    """Return the node of an operation's input and which of its results it is; None if it has no derivative."""
-    edges = node.next_functions
-    if place >= len(edges):
-        return None
-    origin, output_nr = edges[place]
-    return None if origin is None else (origin, output_nr)
-
-
 class _Forward:
     """The saved-tensor hooks of one forward.
 
@@ -255,7 +246,7 @@ class _Forward:
         self.min_bytes, self.trusted = rebuilder.min_bytes, rebuilder.trusted
         self.where = where
         self.outer = hooks_around()
-        self.begin = 0 if self.outer is None else torch._C._autograd._get_sequence_nr()
+        self.begin = torch._C._autograd._get_sequence_nr()
         self.values: dict[_Result, weakref.ref[_Value]] = {}
         self.handed: list[weakref.ref[_Handed]] = []
         self.storages: dict[int, weakref.ref[_Value]] = {}
@@ -270,6 +261,8 @@ class _Forward:
 
     def pack(self, tensor: Tensor) -> _Value:
         node = tensor.grad_fn
+        if node is None and self.outer is None:
+            return _Kept(tensor, self.where)
         value: _Value | None = None
         if node is not None and type(node).__name__ in RECIPES:
             value = self.rebuilt(tensor, node)
@@ -336,30 +329,42 @@ class _Forward:
         """
         known = self.values.get((node, output_nr))
         value = known() if known is not None else None
-        if value is None:
-            value = self.make(node, output_nr, depth, tensor)
-            if value is not None:
-                self.values[node, output_nr] = weakref.ref(value)
-        elif isinstance(value, (_Kept, _Handed)) and value.peek() is None:
+        if value is not None:
+            return value if value.depth or value.peek() is not None else None
+        recipe = RECIPES.get(type(node).__name__)
+        if recipe is None or depth == DEPTH:
             return None
+        value = self.make(node, recipe, output_nr, depth, tensor)
+        if value is not None:
+            self.values[node, output_nr] = weakref.ref(value)
         return value
 
     def make(
-        self, node: Node, output_nr: int, depth: int, tensor: Tensor | None
+        self, node: Node, recipe: Recipe, output_nr: int, depth: int, tensor: Tensor | None
     ) -> _Rebuilt | None:
-        recipe = RECIPES.get(type(node).__name__)
-        if recipe is None or depth == DEPTH or node._sequence_nr() < self.begin:
-            return None
         if output_nr and "output_nr" not in recipe.constants:
             return None
+        earlier = node._sequence_nr() < self.begin
+        if earlier and self.outer is not None:
+            return None
+        # Of what was made before this forward little is at hand, so only chains are followed there.
+        follow = not earlier or len(recipe.tensors) == 1
         sources: list[_Value | None] = []
         made_of: list[Any] = []
         upon = 0
+        edges: Any = None
         for place, (saved, optional) in enumerate(_tensors(type(node), recipe.tensors)):
-            source = self.source(node, place, saved, depth)
+            source = None if saved is None else self.saved(saved.__get__(node).data)
             if source is None:
-                if not optional or _input(node, place) is not None:
+                edges = edges or node.next_functions
+                origin, number = edges[place] if place < len(edges) else (None, 0)
+                if origin is not None:
+                    source = self.result(origin, number, depth + 1) if follow else None
+                    if source is None:
+                        return None
+                elif not optional:
                     return None
+            if source is None:
                 made_of.append(None)
             else:
                 made_of.append(source.key)
@@ -371,12 +376,10 @@ class _Forward:
         key = (type(node), tuple(made_of), _frozen(constants))
         return _Rebuilt(recipe, sources, upon + 1, constants, key)
 
-    def source(self, node: Node, place: int, saved: Any, depth: int) -> _Value | None:
-        """Return a tensor that an operation was given, or a result that its node saved."""
-        data = None if saved is None else saved.__get__(node).data
+    def saved(self, data: Any) -> _Value | None:
+        """Return what a node has saved of a tensor, if it is at hand."""
         if isinstance(data, _Value):
             return data if data.depth or data.peek() is not None else None
         if isinstance(data, Tensor) and data.dim() == 0 and not data.requires_grad:
             return _Constant(data)
-        origin = _input(node, place)
-        return None if origin is None else self.result(*origin, depth + 1)
+        return None

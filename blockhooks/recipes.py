@@ -119,7 +119,7 @@ _operation(
     "SliceBackward0", aten.slice.Tensor, "self", dim="dim", start="start", end="end", step="step"
 )
 for _name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze"):
-    _operation(f"{_name}Backward0", aten.reshape.default, "self", shape="shape")
+    _operation(f"{_name}Backward0", Tensor.reshape, "self", shape="shape")
 _operation("ToCopyBackward0", Tensor.to, "self", dtype="dtype")
 
 
@@ -146,13 +146,17 @@ def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
 def _layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Tensor:
-    result = (x.to(rstd.dtype) - mean).mul_(rstd)
+    result = (_as(x, rstd.dtype) - mean).mul_(rstd)
     if weight is not None and bias is not None and _rounds_once(rstd.dtype, rstd.device):
-        aten.addcmul.out(bias, result, weight, out=result)
+        torch.addcmul(bias, result, weight, out=result)
     else:
         result = result if weight is None else result.mul_(weight)
         result = result if bias is None else result.add_(bias)
-    return result.to(x.dtype)
+    return _as(result, x.dtype)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 @cache
