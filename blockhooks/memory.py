@@ -9,7 +9,7 @@
 
 On an accelerator the allocator's own statistics are read. The CPU has none, so each new storage is counted when the
 operation that made it returns, and discounted when its last tensor is gone. What operations need inside themselves
-(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes. That agrees
+(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes, twice then. That agrees
 with `torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
 """
 
@@ -111,11 +111,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _only_views(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         key = (func, *[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
-        inside = _inside.get(key)
+        inside = _insides.get(key)
         if inside is None:
-            result, inside = _watched(func, args, kwargs or {}, key)
-        else:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            inside = _look_inside(func, args, kwargs or {}, key)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if inside:
             for meter in self.meters:
                 meter._note(self.live + inside)
@@ -164,7 +163,13 @@ def _makes_storages(func: Any) -> bool:
     return schema is None or any(value.alias_info is None for value in schema.returns)
 
 
-_inside: dict[Any, int] = {}
+@cache
+def _repeatable(func: Any) -> bool:
+    """Whether an operation is one of torch's own that changes nothing, but a random generator at most."""
+    return getattr(func, "namespace", "") == "aten" and not func._schema.is_mutable
+
+
+_insides: dict[Any, int] = {}
 """By operation and shapes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
 
 _MOST_REMEMBERED: Final = 1 << 16
@@ -173,21 +178,40 @@ _MEMORY: Final = ProfilerConfig(
 )
 
 
-def _watched(func: Any, args: Any, kwargs: Any, key: Any) -> tuple[Any, int]:
-    """Execute an operation while torch records what its allocator does; return the bytes for `_inside` too."""
+def _look_inside(func: Any, args: Any, kwargs: Any, key: Any) -> int:
+    """Execute an operation ahead of time while torch records what its allocator does; return the bytes for `_insides`.
+
+    The results are dropped in time for the record to see it: torch sums up over all records what is allocated.
+    """
     if _profiler_enabled():  # somebody else's, and there is but one
-        return func(*args, **kwargs), 0
-    _enable_profiler_legacy(_MEMORY)
-    try:
-        result = func(*args, **kwargs)
-    finally:
-        events = chain.from_iterable(_disable_profiler_legacy())
-    changes = accumulate((event.cpu_memory_usage() for event in events), initial=0)
-    *_, made = levels = list(changes)
-    if len(_inside) >= _MOST_REMEMBERED:
-        _inside.clear()
-    _inside[key] = inside = max(levels) if max(levels) > made else 0
-    return result, inside
+        return 0
+    inside = 0
+    if _repeatable(func) and not any(isinstance(arg, torch.Generator) for arg in kwargs.values()):
+        state = torch.default_generator.get_state() if _draws(func) else None
+        made = 0
+        _enable_profiler_legacy(_MEMORY)
+        try:
+            made = _nbytes(func(*args, **kwargs))
+        finally:
+            events = chain.from_iterable(_disable_profiler_legacy())
+            if state is not None:
+                torch.default_generator.set_state(state)
+        most = max(accumulate(event.cpu_memory_usage() for event in events), default=0)
+        inside = most if most > made else 0
+    if len(_insides) >= _MOST_REMEMBERED:
+        _insides.clear()
+    _insides[key] = inside
+    return inside
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _nbytes(result: Any) -> int:
+    if isinstance(result, torch.Tensor):
+        return result.untyped_storage().nbytes() if result.is_cpu else 0
+    return sum(map(_nbytes, result)) if isinstance(result, tuple | list) else 0
 
 
 class _Threads(threading.local):

@@ -42,8 +42,8 @@ def step(blocks, x):
     return loss.detach()
 
 
-def profiled_peak(function):
-    """The peak by the allocator's events in `torch.profiler`."""
+def allocations(function):
+    """The allocator's events in `torch.profiler`: time, bytes, and what torch says is allocated by then."""
     from torch._C._profiler import _EventType
 
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -56,9 +56,15 @@ def profiled_peak(function):
         event = todo.pop()
         todo.extend(event.children)
         if event.tag == _EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.alloc_size, fields.total_allocated))
+    return sorted(events)
+
+
+def profiled_peak(function):
+    """The peak by these events."""
     live = most = 0
-    for _, nbytes in sorted(events, key=lambda event: event[0]):
+    for _, nbytes, _ in allocations(function):
         live += nbytes
         most = max(most, live)
     return most
@@ -161,6 +167,29 @@ def test_what_an_operation_needs_inside_itself_is_not_forgotten_for_a_profiler()
                 convolution(x)
         peaks.append(meter.peak)
     assert peaks[0] <= peaks[1] == profiled_peak(lambda: convolution(x))
+
+
+def test_what_torch_says_is_allocated_is_as_before():
+    def totals():
+        return [total for _, _, total in allocations(lambda: convolution(x).relu().sum())]
+
+    convolution, x = nn.Conv2d(16, 16, 3, 2), torch.randn(5, 16, 32, 32)
+    before = totals()
+    with memory.peak("cpu"):
+        convolution(x).relu().sum()
+    assert totals() == before
+
+
+def test_an_operation_that_draws_is_looked_at_without_a_trace():
+    def draw():
+        torch.manual_seed(0)
+        noise = nn.functional.dropout(torch.ones(37, 11), 0.5) + torch.rand(37, 11)
+        return noise + torch.rand(37, 11, generator=torch.Generator().manual_seed(3))
+
+    expected, state = draw(), torch.get_rng_state()
+    with memory.peak("cpu"):
+        assert torch.equal(draw(), expected)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_measured_step_is_the_plain_step():
