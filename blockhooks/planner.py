@@ -496,7 +496,9 @@ def _executing(region: Region, factories: Factories) -> Callable[..., Any]:
 def _blocks(run: Run) -> Signature:
     """What tells a stack from another: its modules, or what else its blocks are, which may be made anew each step."""
     return tuple(
-        (id(block), block.training) if isinstance(block, nn.Module) else _kind(block)
+        (id(block), block.training, *(parameter.requires_grad for parameter in block.parameters()))
+        if isinstance(block, nn.Module)
+        else _kind(block)
         for block in run.blocks
     )
 

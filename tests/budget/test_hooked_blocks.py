@@ -67,6 +67,17 @@ def test_blocks_added_replaced_and_removed_are_planned_anew():
     assert planner(blocks).plans[-1].segments[-1].stop == 6
 
 
+def test_another_mode_and_frozen_parameters_are_planned_anew():
+    blocks, x = hooked(), hidden()
+    check(blocks, x)
+    check(blocks.eval(), x)
+    blocks.train()[0].requires_grad_(False)
+    check(blocks, x)
+    blocks[0].norm.requires_grad_(True)
+    check(blocks, x)
+    assert len(planner(blocks).plans) == 4
+
+
 def test_a_copy_measures_its_own_blocks_and_leaves_the_other_alone():
     blocks, x = hooked(), hidden()
     check(blocks, x)
