@@ -11,7 +11,8 @@ segment before.
 
 To the disk: each storage is a safetensors file of its own, mapped into memory when it is needed, and gone with the node
 that saved it. The files of a process lie in one directory, which is locked as long as the process lives. A directory
-whose lock is free was left by a process that was killed; the next one that offloads to the same place removes it.
+whose lock is free was left by a process that was killed; the next one that offloads to the same place removes it. Where
+there are no such locks (on Windows, on some network file systems), what was left behind stays.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from blockhooks.saved import Kept, Value, hooks_around
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing is locked, and what was left behind stays
+except ImportError:  # on Windows
     fcntl = None
 
 __all__ = ["Offloader"]
@@ -356,21 +357,25 @@ class _Disk:
         self._parent = Path(tempfile.gettempdir() if parent is None else parent)
         self._safetensors = import_extra("safetensors", "offload", "Offload(to='disk')")
         self._directory: _Directory | None = None
+        self._making = threading.Lock()
 
     def move(self, data: Tensor, where: str) -> _Away:
-        if self._directory is None or self._directory.process != os.getpid():
-            self._directory = _Directory(self._parent)
-        return _OnDisk(data, self._directory.new_file(), self._safetensors, where)
+        with self._making:
+            if self._directory is None or not self._directory.usable():
+                self._directory = _Directory(self._parent)
+            path = self._directory.new_file()
+        return _OnDisk(data, path, self._safetensors, where)
 
 
 class _OnDisk(_Away):
     """Bytes in a file of their own."""
 
-    __slots__ = ("_device", "_path", "_process", "_safetensors", "_where")
+    __slots__ = ("_device", "_nbytes", "_path", "_process", "_safetensors", "_where")
 
     def __init__(self, data: Tensor, path: Path, safetensors: Any, where: str) -> None:
         super().__init__()
         self._path, self._device, self._where = path, data.device, where
+        self._nbytes = data.nbytes
         self._safetensors, self._process = safetensors, os.getpid()
         try:
             _write(path, data.cpu())
@@ -390,13 +395,18 @@ class _OnDisk(_Away):
 
     def get(self) -> Tensor:
         try:
+            self._path.open(
+                "rb"
+            ).close()  # safetensors has one message for all that may be wrong here
             with self._safetensors.safe_open(self._path, framework="pt") as file:
                 data: Tensor = file.get_tensor(_NAME)
+            if data.nbytes != self._nbytes:
+                raise OSError(f"it holds {data.nbytes} bytes instead of {self._nbytes}")
         except (OSError, self._safetensors.SafetensorError) as error:
             raise OffloadError(
                 f"{self._where}: a saved tensor was moved to {self._path}, which cannot be read in the backward "
-                f"({error}). Expected the file to be there and unchanged until then; keep others (a cleaner of "
-                "temporary files) from it, or choose another place by Offload(directory=...)."
+                f"({getattr(error, 'strerror', None) or error}). Expected the file to be there and unchanged until then; "
+                "keep others (a cleaner of temporary files) from it, or choose another place by Offload(directory=...)."
             ) from error
         return data.to(self._device)
 
@@ -446,6 +456,15 @@ class _Directory:
     def new_file(self) -> Path:
         return self.path / f"{next(self._numbers)}.safetensors"
 
+    def usable(self) -> bool:
+        """Whether it is this process's and still there; if not, it is given up."""
+        if self.process == os.getpid():
+            if self.path.exists():
+                return True
+            atexit.unregister(self._remove)
+            self._remove()
+        return False
+
     def _remove(self) -> None:
         if self.process == os.getpid():  # not in a fork
             shutil.rmtree(self.path, ignore_errors=True)
@@ -471,7 +490,7 @@ def _lock_new(parent: Path) -> _Lock:
         file, name = tempfile.mkstemp(".lock", f"{_PREFIX}{os.getpid()}-", parent)
         lock = _Lock(Path(name), file)
         # Another process may have taken a lock that is not yet held for one that was left behind.
-        if fcntl is None or (_locked(file) and lock.path.exists()):
+        if _lock(file) is not False and lock.path.exists():
             return lock
         lock.release()
 
@@ -483,17 +502,20 @@ def _remove_left_behind(parent: Path) -> None:
             file = os.open(path, os.O_RDWR)
         except OSError:  # another user's, or gone already
             continue
-        if _locked(file):
+        if _lock(file):
             shutil.rmtree(path.with_suffix(""), ignore_errors=True)
             path.unlink(missing_ok=True)
         os.close(file)
 
 
-def _locked(file: int) -> bool:
+def _lock(file: int) -> bool | None:
+    """Lock a file: whether that succeeded, or None where there are no locks, as on some network file systems."""
     if fcntl is None:
-        return False
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True

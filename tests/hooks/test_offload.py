@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,6 +388,46 @@ def test_a_vanished_file_is_named(disk, tmp_path):
         path.unlink()
     message = r"block 3 \(Block\): a saved tensor was moved to .*safetensors, which cannot be read in the backward"
     with pytest.raises(OffloadError, match=message):
+        y.sum().backward()
+
+
+def test_a_directory_that_somebody_removed_is_an_error_once_and_made_anew(disk, tmp_path):
+    def step(run):
+        blocks, x = stack(), leaf(2, 8, WIDTH)
+        run(blocks, x).sum().backward()
+        return blocks, x
+
+    expected, offload = outcome(step, plain), disk()
+    y = through(offload)(stack(), leaf(2, 8, WIDTH))
+    (removed,) = {path.parent for path in files(tmp_path)}
+    shutil.rmtree(removed)
+    with pytest.raises(OffloadError, match=r"cannot be read in the backward \(No such file"):
+        y.sum().backward()
+    del y
+    assert differs(outcome(step, through(offload)), expected) is None
+    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".lock"}
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not removed.exists()
+
+
+@pytest.mark.skipif(offloading.fcntl is None, reason="no locks here at all")
+def test_a_file_system_without_locks_serves_too(disk, tmp_path, monkeypatch):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(offloading.fcntl, "flock", no_locks)
+    (tmp_path / "blockhooks-offload-1-other").mkdir()
+    (tmp_path / "blockhooks-offload-1-other.lock").touch()
+    through(disk())(stack(1), leaf(2, 8, WIDTH)).sum().backward()
+    assert (tmp_path / "blockhooks-offload-1-other").exists()  # perhaps somebody's who is alive
+
+
+def test_a_file_that_was_replaced_is_named(disk, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    y = through(disk())(stack(), leaf(2, 8, WIDTH))
+    for path in files(tmp_path):
+        safetensors.save_file({"saved": torch.zeros(3, dtype=torch.uint8)}, path)
+    with pytest.raises(OffloadError, match=r"it holds 3 bytes instead of \d+"):
         y.sum().backward()
 
 
