@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from blockhooks import Checkpoint, apply_blocks, attach
 from tests.agree import Layer, agree, agrees, layers, leaf, no_trace, plain, through
+from tests.unit.test_memory import profiled_peak
 
 
 def train(run, blocks, steps=2, width=4, rows=6):
@@ -1345,3 +1346,15 @@ def test_a_module_that_stores_what_it_computed_keeps_no_earlier_forward_alive(ba
         del loss
         gc.collect()
         assert sum(reference() is not None for reference in alive) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_looking_for_changed_parameters_takes_little_memory(dtype):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(256, 512, dtype=dtype) for _ in range(2))
+    blocks[1] = nn.Linear(512, 256, dtype=dtype)
+    x = torch.randn(2, 256, dtype=dtype)
+
+    # All parameters are compared in forwards 1, 2, 4, ..., and not in the third.
+    peaks = [profiled_peak(lambda: apply_blocks(blocks, x, hooks=[Checkpoint()])) for _ in range(4)]
+    assert max(peaks) <= peaks[2] + 0.1 * blocks[0].weight.nbytes
