@@ -197,8 +197,11 @@ def _sums(tensor: Tensor) -> list[int]:
         data = tensor.detach()
         if data.is_meta or data.layout is not torch.strided or data.numel() == 0:
             return []
-        data = torch.view_as_real(data) if data.is_complex() else data
-        bits = data.contiguous().view(_INTEGERS[data.element_size()])
+        data = (torch.view_as_real(data) if data.is_complex() else data).contiguous()
+        size = data.element_size()
+        # Smaller integers than these are copied to them by a sum.
+        row, start = size * (data.shape[-1] if data.dim() else 1), size * data.storage_offset()
+        bits = data.view(_INTEGERS[size if row % 8 or start % 8 else 8])
         rows = bits.reshape(max(1, bits.shape[0] if bits.dim() > 1 else 1), -1)
         return [_weighted(rows.sum(0)), _weighted(rows.sum(1))]
 
