@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Meter", "peak"]
 
