@@ -76,7 +76,6 @@ class BlockCosts:
         unkept: Bytes of these that are not among what autograd keeps.
         carried: Bytes of side inputs that this block is the first to be given, and that autograd does not keep. They are
             held in the backward if this or a later block is recomputed.
-        snapshot: Bytes of what is captured for the block to be recomputed: states of random generators.
         modes: Costs of other modes that a plan may give this block.
     """
 
@@ -95,7 +94,6 @@ class BlockCosts:
     placed: int = 0
     unkept: int = 0
     carried: int = 0
-    snapshot: int = 0
     modes: tuple[ModeCosts, ...] = ()
     name: str = ""
 
@@ -299,7 +297,6 @@ class _Ledger:
                 if gaps:
                     held += within[0].gap + within[0].carried + self.placed + self.carried
                     passing, self.placed, self.carried = within[0].passing, 0, 0
-                held += within[0].snapshot
                 marks.append((segment, held, segment.mode))
                 if not ends:
                     time, peak = self.drop(segment)

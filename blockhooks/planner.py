@@ -38,9 +38,6 @@ REMEMBERED: Final = 256
 # Forwards after which a plan is made although no backward has told what is outside of the blocks.
 FORWARDS: Final = 2
 
-# Bytes of the state of the CPU's generator, in its memory.
-SNAPSHOT: Final = torch.default_generator.get_state().nbytes
-
 Factories = Sequence[Callable[[], AbstractContextManager[Any]]]
 Signature = tuple[Any, ...]
 
@@ -106,7 +103,6 @@ class _Step:
         gaps: What is held outside of the blocks.
         plan: The plan of all blocks.
         allocated: Bytes that were allocated as the first block was about to begin, when the plan was made.
-        snapshot: Bytes that are captured for a block to be executed again.
     """
 
     chains: list[_Chain] = field(default_factory=list)
@@ -115,7 +111,6 @@ class _Step:
     gaps: Gaps | None = None
     plan: Plan | None = None
     allocated: int = 0
-    snapshot: int = 0
 
     @property
     def measured(self) -> bool:
@@ -146,9 +141,7 @@ class _Step:
     def profile(self) -> ChainProfile:
         """What the step costs."""
         costs = {chain: chain.evened() for chain in self.chains}
-        blocks = [
-            replace(costs[chain][index], snapshot=self.snapshot) for chain, index in self.order()
-        ]
+        blocks = [costs[chain][index] for chain, index in self.order()]
         about, gaps = self.chains[0].about, self.gaps
         if gaps is None:  # a loop that is not ours holds its first x
             starts = {(chain, 0): chain.input for chain in self.chains if chain.apart}
@@ -303,7 +296,6 @@ class Planner:
             chain.forwards += 1
             if step.outside is None:
                 step.outside, step.allocated = self._watch(step, device), allocated
-                step.snapshot = SNAPSHOT if device.type == "cpu" else 0
         self._measuring = any(chain.segments is None for chain in self._running.values())
         return chain.measuring_plan() if chain.segments is None else chain.segments
 

@@ -501,7 +501,7 @@ def _folded(block: BlockCosts) -> BlockCosts:
     )
     return replace(
         block,
-        output=block.output + block.placed + block.snapshot,
+        output=block.output + block.placed,
         kept=max(block.kept - kept_too, 0),
         forward_peak=block.forward_peak + passing,
         gap=block.gap + block.carried,
