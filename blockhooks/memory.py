@@ -8,8 +8,9 @@
     print(meter.peak, meter.now)
 
 On an accelerator the allocator's own statistics are read. The CPU has none, so each new storage is counted when the
-operation that made it returns, and discounted when its last tensor is gone. That is within one per cent of
-`torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
+operation that made it returns, and discounted when its last tensor is gone. What operations need inside themselves
+(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes. That agrees
+with `torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate, chain
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._autograd import (
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+    _profiler_enabled,
+)
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Meter", "peak"]
 
@@ -64,11 +73,11 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
         timeline: Also keep ``meter.timeline``, for a picture.
 
     Note:
-        On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it; what operations
-        allocate inside themselves (convolutions a few per cent of their step), or compiled code, is not seen. Under any
-        dispatch mode some derivatives of torch work out of place instead of in place. On an accelerator the peak
-        statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at the beginning; nothing else is
-        changed.
+        On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it. Not seen is what
+        compiled code allocates, and what operations allocate inside themselves if they work in place, or were first met
+        while a profiler was running. Under any dispatch mode some derivatives of torch work out of place instead of in
+        place. On an accelerator the peak statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at
+        the beginning; nothing else is changed.
     """
     accelerator = torch.accelerator.current_accelerator()
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
@@ -100,14 +109,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if _makes_storages(func):
-            self._made(result)
+        if not _makes_storages(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        key = (func, *[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
+        inside = _insides.get(key)
+        if inside is None:
+            result, inside = _look_inside(func, args, kwargs or {}, key)
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if inside:
+            for meter in self.meters:
+                meter._note(self.live + inside)
+        self._made(result)
         return result
 
     def _made(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            if result.is_cpu:
+            if _has_storage(result):
                 self._count(result.untyped_storage())
         elif isinstance(result, tuple | list):
             for part in result:
@@ -136,6 +154,83 @@ def _makes_storages(func: Any) -> bool:
     """Whether an operation has a result that is no view of, and not itself, one of its arguments."""
     schema = getattr(func, "_schema", None)
     return schema is None or any(value.alias_info is None for value in schema.returns)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided
+
+
+_insides: dict[Any, int] = {}
+"""By operation and shapes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
+
+_MOST_REMEMBERED: Final = 1 << 16
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_EVENTS: Final = ProfilerConfig(
+    ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
+)
+
+
+def _look_inside(func: Any, args: Any, kwargs: Any, key: Any) -> tuple[Any, int]:
+    """Execute an operation while torch records what its allocator does; return the bytes for `_insides` too."""
+    if _profiler_enabled():  # somebody else's, and there is but one
+        return func(*args, **kwargs), 0
+    inside, given = 0, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if not given or not _is_torchs_own(func) or any(type(t) not in _PLAIN for t in given):
+        result = func(*args, **kwargs)
+    else:
+        _enable_profiler_legacy(_EVENTS)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            events = chain.from_iterable(_disable_profiler_legacy())
+        levels = list(accumulate((event.cpu_memory_usage() for event in events), initial=0))
+        inside = max(levels) if max(levels) > levels[-1] else 0
+        _forget(result, given)
+    if len(_insides) >= _MOST_REMEMBERED:
+        _insides.clear()
+    _insides[key] = inside
+    return result, inside
+
+
+@cache
+def _is_torchs_own(func: Any) -> bool:
+    """Whether an operation is one of torch's own that makes all of its results anew."""
+    schema = getattr(func, "_schema", None)
+    return (
+        getattr(func, "namespace", "") == "aten"
+        and schema is not None
+        and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    )
+
+
+def _forget(result: Any, given: list[torch.Tensor]) -> None:
+    """Give the results of a recorded operation other storages, so that torch has no record of what lives on.
+
+    Torch adds up what its profilers record over the life of the process: memory whose end none of them sees would stay
+    in the sum, which the next profiler tells.
+
+    Args:
+        result: The result; its tensors are changed in place.
+        given: What the operation was given, which stays.
+    """
+    stay = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
+    originals: list[torch.UntypedStorage] = []
+    copies: dict[int, torch.UntypedStorage] = {}
+    with _disable_current_modes(), torch.no_grad():
+        for tensor in tree_leaves(result):
+            if type(tensor) is not torch.Tensor or not _has_storage(tensor) or tensor.is_quantized:
+                continue
+            key = tensor.untyped_storage()._cdata
+            if key in stay:
+                continue
+            if key not in copies:
+                originals.append(tensor.untyped_storage())
+                copies[key] = originals[-1].clone()  # type: ignore[no-untyped-call]
+            layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *layout)
+    _enable_profiler_legacy(_EVENTS)
+    originals.clear()
+    _disable_profiler_legacy()
 
 
 class _Threads(threading.local):

@@ -42,8 +42,8 @@ def step(blocks, x):
     return loss.detach()
 
 
-def profiled_peak(function):
-    """The peak by the allocator's events in `torch.profiler`."""
+def allocations(function):
+    """The allocator's events in `torch.profiler`: time, bytes, and what torch says is allocated by then."""
     from torch._C._profiler import _EventType
 
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -56,9 +56,15 @@ def profiled_peak(function):
         event = todo.pop()
         todo.extend(event.children)
         if event.tag == _EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.alloc_size, fields.total_allocated))
+    return sorted(events)
+
+
+def profiled_peak(function):
+    """The peak by these events."""
     live = most = 0
-    for _, nbytes in sorted(events, key=lambda event: event[0]):
+    for _, nbytes, _ in allocations(function):
         live += nbytes
         most = max(most, live)
     return most
@@ -79,9 +85,9 @@ def test_peak_and_now_are_exact():
 
 
 def test_views_and_results_in_place_are_not_counted():
-    a = kibibytes(8)
+    a, b = kibibytes(8), kibibytes(8)
     with memory.peak("cpu") as meter:
-        kept = [a.view(-1, 2), a.add_(1), a[3:], a.detach(), torch.add(a, 1, out=a)]
+        kept = [a.view(-1, 2), a.add_(b), a[3:], a.detach(), torch.add(a, b, out=a)]
         parts = a.chunk(4)
         assert meter.peak == 0
         copy = a.clone()
@@ -92,6 +98,12 @@ def test_views_and_results_in_place_are_not_counted():
         del more
         assert meter.now == 0
     assert len(kept) + len(parts) == 9
+
+
+def test_sparse_tensors_do_no_harm():
+    with memory.peak("cpu"):
+        x = torch.eye(6).to_sparse()
+        assert torch.equal((x + x).to_dense(), 2 * torch.eye(6))
 
 
 def test_results_in_tuples_are_counted():
@@ -112,6 +124,89 @@ def test_peak_of_a_step_is_that_of_the_profiler():
     expected = profiled_peak(lambda: step(blocks, x))
     assert abs(meter.peak - expected) <= 0.01 * expected
     assert meter.now == 0
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        return x[0]
+
+
+# What these have in common: operations that need more inside themselves than their results take.
+WORKSPACES = {
+    "strided convolutions": (lambda: nn.Conv2d(16, 16, 3, 2), (2, 16, 32, 32)),
+    "dilated convolution": (lambda: nn.Conv1d(32, 32, 5, dilation=2), (4, 32, 200)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(16, 16, 4, 2, 1), (2, 16, 16, 16)),
+    "recurrent": (lambda: nn.Sequential(nn.LSTM(32, 32, 2), Last()), (20, 4, 32)),
+}
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_what_operations_need_inside_themselves_is_seen(name):
+    make, shape = WORKSPACES[name]
+    torch.manual_seed(0)
+    blocks, x = nn.ModuleList([make()]), torch.randn(shape, requires_grad=True)
+    step(blocks, x)  # so that gradients are there
+    meters = []
+    for _ in range(3):
+        with memory.peak("cpu") as meter:
+            step(blocks, x)
+        meters.append(meter)
+    expected = profiled_peak(lambda: step(blocks, x))
+    assert [meter.peak for meter in meters] == pytest.approx([expected] * 3, rel=0.01)
+    assert [meter.now for meter in meters] == [0] * 3
+
+
+def test_what_an_operation_needs_inside_itself_is_not_forgotten_for_a_profiler():
+    convolution, x = nn.Conv2d(16, 16, 3, 2), torch.randn(3, 16, 32, 32)
+    peaks = []
+    for profiled in (True, False):
+        with memory.peak("cpu") as meter:
+            if profiled:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    with torch.profiler.profile(
+                        activities=[torch.profiler.ProfilerActivity.CPU]
+                    ) as profile:
+                        convolution(x)
+                assert any(event.key == "aten::conv2d" for event in profile.key_averages())
+            else:
+                convolution(x)
+        peaks.append(meter.peak)
+    assert peaks[0] <= peaks[1] == profiled_peak(lambda: convolution(x))
+
+
+def test_what_torch_says_is_allocated_is_as_before():
+    def totals():
+        return [total for _, _, total in allocations(lambda: convolution(x).relu().sum())]
+
+    convolution, x = nn.Conv2d(16, 16, 3, 2), torch.randn(5, 16, 32, 32)
+    before = totals()
+    with memory.peak("cpu"):
+        convolution(x).relu().sum()
+    assert totals() == before
+
+
+def test_an_operation_that_changes_its_arguments_unsaid_is_executed_once():
+    def run():
+        norm = nn.BatchNorm2d(7)
+        norm(torch.linspace(0, 3, 3 * 7 * 5 * 5).reshape(3, 7, 5, 5))
+        return list(norm.buffers())
+
+    expected = run()
+    with memory.peak("cpu"):
+        assert all(map(torch.equal, run(), expected))
+
+
+def test_an_operation_that_draws_is_looked_at_without_a_trace():
+    def draw():
+        torch.manual_seed(0)
+        noise = nn.functional.dropout(torch.ones(37, 11), 0.5) + torch.rand(37, 11)
+        return noise + torch.rand(37, 11, generator=torch.Generator().manual_seed(3))
+
+    expected, state = draw(), torch.get_rng_state()
+    with memory.peak("cpu"):
+        assert torch.equal(draw(), expected)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_measured_step_is_the_plain_step():
