@@ -296,6 +296,7 @@ class _Ledger:
                 passing = 0
                 if gaps:
                     held += within[0].gap + within[0].carried + self.placed + self.carried
+                    held += sum(block.placed for block in within[:-1])
                     passing, self.placed, self.carried = within[0].passing, 0, 0
                 marks.append((segment, held, segment.mode))
                 if not ends:
@@ -305,7 +306,7 @@ class _Ledger:
                     held += self.blocks[segment.stop - 1].output
                     if gaps:
                         held += sum(block.gap + block.carried for block in within[1:])
-                        self.placed = sum(block.placed for block in within)
+                        self.placed = within[-1].placed
             elif segment.children:
                 more, held = self.forward(
                     segment.children, held, waiting, early_stop=ends, gaps=gaps

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockhooks.apply import apply_blocks
 from blockhooks.chain import HookChain
@@ -30,8 +30,9 @@ def measure(
     """Measure the blocks of a stack or of a model: seconds and bytes of forward and backward, in each mode.
 
     A forward runs, in about the memory of a single block; after each block its forward and backward are executed a
-    few times on stand-ins. Afterwards everything is as it was: parameters, gradients, buffers, attributes, random
-    generators, and what the inputs hold.
+    few times on stand-ins. A model's backward follows, to see what lies outside of its blocks: that of its loss, if one
+    of its results is a scalar, else that of the first of them. Afterwards everything is as it was: parameters, gradients,
+    buffers, attributes, random generators, and what the inputs hold.
 
     Args:
         blocks_or_model: Blocks (a list, an `nn.ModuleList` or an `nn.Sequential`), or a model, whose repeated blocks
@@ -40,7 +41,8 @@ def measure(
         **kwargs: The same by keyword.
 
     Returns:
-        The profile. The blocks of several stacks of a model follow each other in the order of their first calls.
+        The profile; gradients of parameters are not part of it. The blocks of several stacks of a model follow each other
+        in the order of their calls.
 
     Raises:
         AttachError: If a model has no repeated blocks.
@@ -48,6 +50,7 @@ def measure(
     """
     checkpoint = Checkpoint(memory_budget=1.0)
     assert checkpoint.planner is not None
+    checkpoint.planner.new_gradients = False
     model = isinstance(blocks_or_model, nn.Module) and not isinstance(
         blocks_or_model, (nn.ModuleList, nn.Sequential)
     )
@@ -59,7 +62,11 @@ def measure(
         with untouched(), torch.enable_grad():
             if model:
                 with attach(blocks, hooks=checkpoint):
-                    blocks(*inputs, **kwargs)
+                    root = _root(blocks(*inputs, **kwargs))
+                    wanted = [p for p in blocks.parameters() if p.requires_grad]
+                    if root is not None and wanted:
+                        torch.autograd.grad(root, wanted, torch.ones_like(root), allow_unused=True)
+                    del root
             else:
                 apply_blocks(blocks, *inputs, hooks=checkpoint, **kwargs)
         profiles = checkpoint.planner.profiles
@@ -70,8 +77,16 @@ def measure(
             f"not every block was called and could be measured ({checkpoint.report()}); "
             "give inputs with which the whole stack runs, outside of torch.func transforms."
         )
+    if len(profiles) == 1:
+        return profiles[0]
     measured = [block for profile in profiles for block in profile.blocks]
     return ChainProfile(blocks=tuple(measured), about=profiles[0].about)
+
+
+def _root(output: Any) -> Tensor | None:
+    results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    scalars = [tensor for tensor in results if tensor.dim() == 0]
+    return next(iter(scalars or results), None)
 
 
 @contextlib.contextmanager

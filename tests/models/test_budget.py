@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from blockhooks import Checkpoint, attach, memory
+from blockhooks import Checkpoint, attach, budget, memory, plan
 from tests.models.toys import Pyramid
 
 LENGTHS = (48, 64, 48, 96, 64, 48, 96, 64, 80, 80)
@@ -90,11 +90,11 @@ MODELS = {
 class Training:
     """A model and what its plain step is at each length."""
 
-    def __init__(self, name, new_gradients):
+    def __init__(self, name, new_gradients, lengths=LENGTHS):
         torch.manual_seed(0)
         make, self.inputs, self.loss = MODELS[name]
         self.model, self.new_gradients = make().train(), new_gradients
-        self.plain = {length: self.step(length) for length in sorted(set(LENGTHS))}
+        self.plain = {length: self.step(length) for length in sorted(set(lengths))}
 
     def step(self, length):
         """Peak of live bytes, and loss and gradients, of one step from fixed seeds."""
@@ -113,18 +113,21 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("new_gradients", "budget"), [(False, 0.7), (True, 0.5), (False, "bytes")], ids=str
+    ("new_gradients", "allowance"), [(False, 0.7), (True, 0.5), (False, "bytes")], ids=str
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_a_budget_of_the_step_is_kept_with_changing_lengths(name, new_gradients, budget):
+def test_a_budget_of_the_step_is_kept_with_changing_lengths(name, new_gradients, allowance):
     training = Training(name, new_gradients)
     plain = {length: peak for length, (peak, _) in training.plain.items()}
     with attach(training.model, hooks=[Checkpoint()]):
         least = {length: training.step(length)[0] for length in plain}
     half = plain[96] // 2
-    allowed = {length: half if budget == "bytes" else budget * plain[length] for length in plain}
+    if allowance == "bytes":
+        checkpoint, allowed = Checkpoint(memory_budget=f"{half} B"), dict.fromkeys(plain, half)
+    else:
+        checkpoint = Checkpoint(memory_budget=allowance)
+        allowed = {length: allowance * peak for length, peak in plain.items()}
 
-    checkpoint = Checkpoint(memory_budget=f"{half} B" if budget == "bytes" else budget)
     seen = {}
     with attach(training.model, hooks=[checkpoint]):
         for length in LENGTHS:
@@ -133,6 +136,22 @@ def test_a_budget_of_the_step_is_kept_with_changing_lengths(name, new_gradients,
             assert peak <= (allowed[length] if length in seen else 1.1 * least[length])
             seen[length] = peak
     plans = checkpoint.planner.plans
-    for length, plan in zip(seen, plans, strict=True):
-        assert plan.plain_peak == pytest.approx(plain[length], rel=0.01)
-        assert plan.peak == pytest.approx(seen[length], rel=0.01)
+    for length, found in zip(seen, plans, strict=True):
+        assert found.plain_peak == pytest.approx(plain[length], rel=0.01)
+        assert found.peak == pytest.approx(seen[length], rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "outside" not in name])
+def test_what_measure_says_of_a_model_is_what_a_step_takes(name):
+    training = Training(name, new_gradients=False, lengths=(48,))
+    torch.manual_seed(48)
+    given = training.inputs(48)
+
+    profile = budget.measure(training.model, **given)
+    with attach(training.model, hooks=[Checkpoint()]):
+        _, (peak, results) = training.step(48), training.step(48)
+
+    assert same(results, training.plain[48][1])
+    assert profile.plain.peak == pytest.approx(training.plain[48][0], rel=0.01)
+    recomputed = plan.every(1)(len(profile))
+    assert budget.predict(profile, recomputed).peak == pytest.approx(peak, rel=0.01)
