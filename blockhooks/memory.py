@@ -9,8 +9,9 @@
 
 On an accelerator the allocator's own statistics are read. The CPU has none, so each new storage is counted when the
 operation that made it returns, and discounted when its last tensor is gone. What operations need inside themselves
-(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes. That agrees
-with `torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a profiler.
+(convolutions repack their weights) is looked at when each is first executed on tensors of given shapes and dtypes. That
+agrees with `torch.profiler`'s memory events, and unlike those it is known at once, nests, and goes together with a
+profiler.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _makes_storages(func):
             return func(*args, **kwargs) if kwargs else func(*args)
-        key = (func, *[arg.shape for arg in args if isinstance(arg, torch.Tensor)])
+        key = (func, *[(arg.shape, arg.dtype) for arg in args if isinstance(arg, torch.Tensor)])
         inside = _insides.get(key)
         if inside is None:
             result, inside = _look_inside(func, args, kwargs or {}, key)
@@ -161,7 +162,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 _insides: dict[Any, int] = {}
-"""By operation and shapes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
+"""By operation, shapes and dtypes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
 
 _MOST_REMEMBERED: Final = 1 << 16
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)

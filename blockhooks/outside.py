@@ -6,13 +6,12 @@ user's own. What it holds is in autograd's graph, though, once the backward begi
 nodes of the gaps have saved, and then follows their gradients, node by node, while the backward goes on.
 
 Nothing of the step is changed. No tensor is held, hooks on nodes only look, and what a node takes inside itself is
-measured by calling its function once more, which calls no hook of anybody's.
+read from a meter around the backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ from blockhooks.structure import tensors_in
 
 __all__ = ["Gaps", "Outside", "storage_keys"]
 
-# Torch's own derivatives: functions of gradients and saved tensors alone, which may be called twice.
-_DERIVATIVE: Final = re.compile(r"\w+Backward\d+")
 _LEAF: Final = "torch::autograd::AccumulateGrad"
 
 Gradients = Sequence[Tensor | None]
@@ -114,6 +111,7 @@ class Outside:
         self._marks: dict[int, _Mark] = {}
         self._live = 0
         self._handles: list[Any] = []
+        self._nodes: list[tuple[memory.Meter, int]] = []  # that are being executed
         self._paused = False
         _watch(self)
 
@@ -278,13 +276,11 @@ class Outside:
         after_model = 0
         for node, stage in stages.items():
             if stage % 2 == 0:
-                saved, untouched = _saved(node)
                 known = self._end is None or node._sequence_nr() < self._end
-                for tensor in saved:
+                for tensor in _saved(node):
                     new = self._hold(tensor, stage, kept=True, known=known)
                     after_model += sum(mark.nbytes for mark in new) * (not known)
-                again = untouched and _DERIVATIVE.fullmatch(node.name()) is not None
-                before, after = partial(self._before, stage, again), partial(self._after, stage)
+                before, after = partial(self._before, stage), partial(self._after, stage)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
         return after_model
 
@@ -327,6 +323,10 @@ class Outside:
         self._peaks[-1] = max(self._peaks[-1], self._in_forward[-1][1] + after_model - there[-2])
         self._seen = [0] * len(self._peaks)
 
+    def metered(self) -> memory.Meter:
+        """A meter to be entered around the backward, without which those around nodes would see little."""
+        return memory.peak(self._device)
+
     def end_backward(self) -> None:
         """Tell what was seen, now that the backward is over."""
         self.let_go()
@@ -359,7 +359,9 @@ class Outside:
         """Take the hooks away from the graph, which may live on."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for meter, _ in self._nodes:  # there was an error
+            meter.__exit__(None, None, None)
+        self._handles, self._nodes = [], []
 
     def _stage(self, node: Any) -> int:
         return bisect_right(self._edges, node._sequence_nr())
@@ -390,21 +392,20 @@ class Outside:
                     waiting[stage] += nbytes
         return waiting
 
-    def _before(self, stage: int, again: bool, gradients: Gradients) -> None:
-        """Look at the gradients that a node is about to be called with, and at what it takes itself."""
+    def _before(self, stage: int, gradients: Gradients) -> None:
+        """Look at the gradients that a node is about to be called with."""
         self._see(gradients)
-        inside = 0
-        if again and not torch.is_grad_enabled():
-            node: Any = torch._C._current_autograd_node()
-            with memory.peak(self._device) as meter:
-                node(*gradients)
-            inside = meter.peak
-        self._note(stage, inside)
+        self._note(stage, self._live)
+        meter = memory.peak(self._device)
+        self._nodes.append((meter.__enter__(), self._live))
 
     def _after(self, stage: int, gradients: Gradients, _: Gradients) -> None:
-        """Look at the gradients that a node has made."""
+        """Look at the gradients that a node has made, and at what it took itself."""
+        meter, live = self._nodes.pop()
+        meter.__exit__(None, None, None)
+        self._note(stage, live + meter.peak)
         self._see(gradients)
-        self._note(stage, 0)
+        self._note(stage, self._live)
 
     def _see(self, gradients: Gradients) -> None:
         for tensor in gradients:
@@ -412,9 +413,8 @@ class Outside:
             if tensor is not None and key is not None and key not in self._marks:
                 self._mark(tensor, key, len(self._edges)).gradient = True
 
-    def _note(self, stage: int, inside: int) -> None:
-        live = self._live + inside - self._below[stage]
-        self._seen[stage // 2] = max(self._seen[stage // 2], live)
+    def _note(self, stage: int, live: int) -> None:
+        self._seen[stage // 2] = max(self._seen[stage // 2], live - self._below[stage])
 
 
 class _Mark(weakref.ref[torch.UntypedStorage]):
@@ -471,10 +471,9 @@ def _graph(roots: Iterable[Any]) -> list[Any]:
     return list(nodes)
 
 
-def _saved(node: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors that a node has saved, and whether all are as they are, without saved-tensor hooks."""
+def _saved(node: Any) -> list[Tensor]:
+    """Return the tensors that a node has saved, or those that saved-tensor hooks were given."""
     tensors: list[Any] = list(getattr(node, "__dict__", {}).values())  # of somebody's own Function
-    untouched = True
     for raw, name in _names_of_saved(type(node)):
         # Raised if a saved tensor was changed in place: so will the backward.
         with contextlib.suppress(RuntimeError):
@@ -485,8 +484,7 @@ def _saved(node: Any) -> tuple[list[Tensor], bool]:
                 tensors += value if isinstance(value, tuple | list) else (value,)
             else:
                 tensors += [part.data for part in parts]
-                untouched = False
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)], untouched
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 _names: dict[type, list[tuple[str, str]]] = {}
@@ -524,15 +522,23 @@ def _watch(outside: Outside) -> None:
 
 def _unwatch(outside: Outside) -> None:
     _waiting.discard(outside)
+    _restore()
+
+
+def _restore() -> None:
     if not _waiting and _autograd._engine_run_backward is _run_backward:
         _autograd._engine_run_backward = _engine
 
 
 def _run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+    _restore()  # those that waited may be gone
     outermost = torch._C._current_graph_task_id() == -1
     begun = [o for o in tuple(_waiting) if o.begin_backward(roots)] if outermost else []
     try:
-        result = _engine(roots, *args, **kwargs)
+        with contextlib.ExitStack() as meters:
+            for outside in begun:
+                meters.enter_context(outside.metered())
+            result = _engine(roots, *args, **kwargs)
     except BaseException:
         for outside in begun:
             outside.let_go()

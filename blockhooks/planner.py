@@ -128,7 +128,7 @@ class _Step:
         """Learn what is held outside of the blocks, if each was called once."""
         blocks = {(chain, index) for chain in self.chains for index in range(chain.count)}
         if len(self.calls) == len(blocks) and set(self.calls) == blocks:
-            self.gaps = gaps
+            self.gaps, self.outside = gaps, None
             for chain in self.chains:
                 chain.segments = None
 

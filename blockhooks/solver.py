@@ -43,16 +43,21 @@ from blockhooks.plan import MAX_DEPTH, Mode, Segment, binomial, every, first
 __all__ = ["Plan", "Solver", "solve"]
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 Segments = tuple[Segment, ...]
 
 # The memory axis is divided anew for budgets below each quarter of the one before, so that at least a quarter of the
 # slots lies below every budget.
 RUNG: Final = 4
-# The time of the dynamic programme goes with blocks³ · slots.
+# The time of the dynamic programme goes with slots, and with how many pairs of parts it looks at.
 MOST_BLOCKS: Final = 256
 MOST_SLOTS: Final = 8000
 LEAST_SLOTS: Final = 240
-SLOTS_BY_BLOCKS: Final = 1_350_000
+PAIRS_BY_BLOCKS: Final = 250_000
+# Where there are more blocks than that, segments longer than LONG are of use only for budgets below a rung, longer than
+# twice as many for those below the next, and so on.
+MANY_BLOCKS: Final = 64
+LONG: Final = 32
 # Slots are rounded: what seems to need up to this share of them more than a budget has may keep it all the same.
 SPARE: Final = 0.01
 # Bytes of what cannot be executed.
@@ -188,7 +193,7 @@ class Solver:
     def __init__(self, profile: ChainProfile, *, apart: bool = False) -> None:
         self.profile, self.apart = profile, apart
         self._predictions: dict[Segments, Prediction] = {}
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[tuple[int, int], _Table] = {}
         self._tops: dict[int, Plan | None] = {}
 
     @cached_property
@@ -204,7 +209,7 @@ class Solver:
         if least.peak == self.plain.peak:
             return self.plain
         found = [least, self._first(least.peak)]
-        if len(self.profile) <= MOST_BLOCKS:
+        if len(self.profile) <= MOST_BLOCKS and self._least.peak <= least.peak:
             found += self._within(least.peak)
         return _fastest(found, least.peak) or least
 
@@ -310,12 +315,15 @@ class Solver:
         """Return the fastest plan of the dynamic programme whose exact peak is within the budget."""
         if len(self.profile) > MOST_BLOCKS:
             return None
-        plans = map(self.plan, self._table(rung).plans(budget))
+        many = len(self.profile) > MANY_BLOCKS
+        table = self._table(rung, LONG << rung if many else len(self.profile))
+        plans = map(self.plan, table.plans(budget))
         return next((plan for plan in plans if _fits(plan, budget)), None)
 
     def _within(self, budget: int) -> list[Plan]:
         """Return plans that keep a budget where slots may be too coarse to find any."""
-        table, plans = self._table(self._rung(budget)), list[Plan]()
+        table = self._table(self._rung(budget), len(self.profile))
+        plans: list[Plan] = []
 
         def holds(slot: int) -> bool:
             """Whether a plan has to the byte the time that it has by slots."""
@@ -332,10 +340,11 @@ class Solver:
             low, high = (middle, high) if holds(middle) else (low, middle)
         return plans
 
-    def _table(self, rung: int) -> _Table:
-        if rung not in self._tables:
-            self._tables[rung] = _Table(self._least, self.plain.peak // RUNG**rung)
-        return self._tables[rung]
+    def _table(self, rung: int, longest: int) -> _Table:
+        key = rung, min(longest, self._least.longest)
+        if key not in self._tables:
+            self._tables[key] = _Table(self._least, self.plain.peak // RUNG**rung, key[1])
+        return self._tables[key]
 
     @cached_property
     def _least(self) -> _Least:
@@ -343,10 +352,11 @@ class Solver:
 
     @cached_property
     def _lowest(self) -> int:
-        """A peak that no plan is below."""
+        """A peak that no plan is below which is looked for."""
         if len(self.profile) > MOST_BLOCKS:
             return max(block.backward_peak for block in self.profile.blocks)
-        return self._least.peak
+        # By the first, all that a step may hold outside of its blocks is held: some plans hold less.
+        return min(self._least.peak, *(plan.peak for plan in self._family))
 
     @cached_property
     def _first_peaks(self) -> list[int]:
@@ -640,21 +650,30 @@ class _Least:
 
 
 class _Table:
-    """Least times of all parts of a chain for all amounts of memory up to `top` bytes, and a little more.
+    """Least times of parts of a chain for all amounts of memory up to `top` bytes, and a little more.
 
     With blocks ``s..t`` (both included), ``cost(s, t)[m]`` is the least time of their forward and backward when `m`
     slots of memory are free beside the input of `s`. The first block is kept in some mode, or the first blocks
     ``s..r-1`` are a segment to recompute: ``cost(s, t)[m] = forward(s..r-1) + cost(r, t)[m - output(r-1)] +
     cost(s, r-1)[m]``. What depends on `r` and `t` alone is stored shifted, so that one addition of two matrices and
-    one minimum do for all `s`.
+    one minimum do for all `s`, or for all `r`. Parts are those to the end, and those that a segment can be.
+
+    Args:
+        exact: The chain.
+        top: The highest budget.
+        longest: The most blocks that a segment to recompute may have.
     """
 
-    def __init__(self, exact: _Least, top: int) -> None:
+    def __init__(self, exact: _Least, top: int, longest: int) -> None:
         self.exact = exact
-        self.count = count = exact.count
-        self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, SLOTS_BY_BLOCKS // count**2))
+        self.end = end = exact.count - 1
+        self.longest = longest = min(longest, end)
+        pairs = sum((end - length) * (length + 1) for length in range(longest))
+        most = PAIRS_BY_BLOCKS * end // max(pairs, 1)
+        self.slots = slots = min(MOST_SLOTS, max(LEAST_SLOTS, most))
         self.spare = round(SPARE * slots) + 1
         self.unit = max(top, 1) / (slots - self.spare)
+        self.memory = np.arange(slots + 1)
         self.forward = exact.forward.astype(np.float32)
         self.waiting = [round(waiting / self.unit) for waiting in exact.waiting]
         outputs = self._rounded(exact.outputs)
@@ -662,19 +681,20 @@ class _Table:
         self.before = [0, *outputs[:-1].tolist()]
         self.ways = {mode: self._way(way, outputs) for mode, way in exact.ways.items()}
         self.by_block = _by_block(self.ways)
-        # By mode, where to find what the blocks after each cost, with less memory for what it holds.
-        rows, memory = np.arange(count)[:, None], np.arange(slots + 1)
-        after = np.array([*self.before[1:], 0])
-        self.places = {
-            mode: rows * (slots + 1) + memory - (way.held - after)[:, None]
-            for mode, way in self.ways.items()
-        }
+        # By mode and block, where to find what those after it cost, with less memory for what it holds.
+        rows = np.arange(exact.count)[:, None] * (slots + 1) + self.memory
+        self.places = {mode: rows - way.held[:, None] for mode, way in self.ways.items()}
         # By length and first block: costs[length, s][m] = cost(s, s + length)[m] + forward(0..s-1), and the same
         # shifted by the input of s, so that m counts from before that.
-        self.costs = np.empty((count, count, slots + 1), np.float32)
+        self.costs = np.empty((longest, end, slots + 1), np.float32)
         self.shifted = np.empty_like(self.costs)
-        for length in range(count):
+        for length in range(longest):
             self._fill(length)
+        # The same of all that follows, by first block.
+        self.costs_to_end = np.empty((end + 1, slots + 1), np.float32)
+        self.shifted_to_end = np.empty_like(self.costs_to_end)
+        for start in reversed(range(end + 1)):
+            self._fill_to_end(start)
 
     def _rounded(self, sizes: Ints) -> Ints:
         """Return sizes in slots, such that each sum of neighbours is right to within one slot."""
@@ -694,36 +714,60 @@ class _Table:
 
     def _fill(self, length: int) -> None:
         """Compute the costs of all parts of `length + 1` blocks from those of shorter ones."""
-        starts, memory = self.count - length, np.arange(self.slots + 1)
+        starts = self.end - length
         costs, shifted = self.costs[length, :starts], self.shifted[length, :starts]
+        forward, found = self.forward[:starts, None], np.empty_like(costs)
         costs.fill(np.inf)
-        found = np.empty_like(costs)
-        forward = self.forward[:starts, None]
-        if length == 0:
-            for mode in self.exact.last_modes:
-                way = self.ways[mode]
-                np.add(way.last_time[:, None], forward, out=found)
-                found[memory < way.last_peak[:, None]] = np.inf
-                np.minimum(costs, found, out=costs)
-        else:
-            for first in range(min(length, self.exact.longest)):
-                # Recompute the blocks s..s+first as a segment, then the rest.
-                rest = self.shifted[length - first - 1, first + 1 : first + 1 + starts]
-                np.add(rest, self.costs[first, :starts], out=found)
-                np.minimum(costs, found, out=costs)
-            costs -= forward
-            rest = self.shifted[length - 1, 1 : 1 + starts]
-            for mode, way in self.ways.items():
-                # Keep the block s, then the rest, whose costs contain the forward of s.
+        for cut in range(length):
+            # Recompute the blocks s..s+cut as a segment, then the rest.
+            rest = self.shifted[length - cut - 1, cut + 1 : cut + 1 + starts]
+            np.add(rest, self.costs[cut, :starts], out=found)
+            np.minimum(costs, found, out=costs)
+        costs -= forward
+        for mode in self.ways if length else self.exact.last_modes:
+            # Keep the block s, then the rest, whose costs contain the forward of s.
+            way = self.ways[mode]
+            if length:
+                rest = self.costs[length - 1, 1 : 1 + starts]
                 rest.take(self.places[mode][:starts], out=found, mode="clip")
                 found += (way.time[:starts] - np.diff(self.forward[: starts + 1]))[:, None]
-                least = np.rint(way.leasts(self.waiting[length:]))
-                found[memory < least[:, None]] = np.inf
-                np.minimum(costs, found, out=costs)
-        costs[self.exact.beyond(length)] = np.inf
-        for start, edge in enumerate(self.before[:starts]):
-            shifted[start, :edge] = np.inf
-            shifted[start, edge:] = costs[start, : len(memory) - edge]
+                least = np.rint(way.leasts(self.waiting[length : self.end]))
+            else:
+                np.add(way.last_time[:starts, None], forward, out=found)
+                least = way.last_peak[:starts]
+            found[self.memory < least[:, None]] = np.inf
+            np.minimum(costs, found, out=costs)
+        costs[self.exact.beyond(length)[:starts]] = np.inf
+        for start, row in enumerate(costs):
+            self._shift(start, row, shifted[start])
+
+    def _fill_to_end(self, start: int) -> None:
+        """Compute the costs of all blocks from `start` on, from those of later ones."""
+        row, forward = self.costs_to_end[start], self.forward[start]
+        row.fill(np.inf)
+        if start == self.end:
+            for mode in self.exact.last_modes:
+                way = self.by_block[start][mode]
+                least = int(way.last_peak)
+                np.minimum(row[least:], way.last_time + forward, out=row[least:])
+        else:
+            cuts = min(self.end - start, self.longest)
+            rests = self.shifted_to_end[start + 1 : start + 1 + cuts]
+            np.min(rests + self.costs[:cuts, start], axis=0, out=row)
+            row -= forward
+            rest = self.costs_to_end[start + 1]
+            for way in self.by_block[start].values():
+                least = round(way.least(self.waiting[self.end]))
+                if least < len(row):
+                    time = np.float32(way.time) - (self.forward[start + 1] - forward)
+                    kept = rest[least - way.held : len(row) - way.held] + time
+                    np.minimum(row[least:], kept, out=row[least:])
+        self._shift(start, row, self.shifted_to_end[start])
+
+    def _shift(self, start: int, row: Floats, shifted: Floats) -> None:
+        before = self.before[start]
+        shifted[:before] = np.inf
+        shifted[before:] = row[: len(row) - before]
 
     def slot(self, budget: int) -> int:
         """Return a slot at and below which plans keep a budget, as far as rounding goes."""
@@ -731,19 +775,19 @@ class _Table:
 
     def plans(self, budget: int) -> Iterator[Segments]:
         """Yield those of the fastest plans of each slot that keep a budget, fastest first."""
-        slot, times, exact = self.slot(budget), self.costs[self.count - 1, 0], self.exact
+        slot, times, exact = self.slot(budget), self.costs_to_end[0], self.exact
         while slot >= 0 and np.isfinite(times[slot]):
             # The least memory of this time.
             slot = int(np.searchsorted(-times[: slot + 1], -times[slot]))
-            items, peak = self._choose(0, self.count - 1, slot)
+            items, peak = self._choose(0, self.end, slot)
             if peak <= budget:
                 yield exact.segments(items)
             slot -= 1
 
     def plan_within(self, slot: int, budget: int) -> tuple[float, Segments]:
         """Return a plan that keeps a budget to the byte, chosen by the costs of a slot, and its time by these."""
-        items, _ = self._choose(0, self.count - 1, slot, budget)
-        return float(self.costs[self.count - 1, 0, slot]), self.exact.segments(items)
+        items, _ = self._choose(0, self.end, slot, budget)
+        return float(self.costs_to_end[0, slot]), self.exact.segments(items)
 
     def _choose(
         self, start: int, last: int, slot: int, budget: int | None = None
@@ -763,9 +807,14 @@ class _Table:
         held = peak = 0
         while start < last:
             forward = self.forward[start]
-            lengths = np.arange(min(last - start, exact.longest))
+            lengths = np.arange(min(last - start, self.longest))
             times = self.costs[lengths, start, slot] - forward
-            times += self.shifted[last - start - 1 - lengths, start + 1 + lengths, slot]
+            if last == self.end:
+                times += self.shifted_to_end[start + 1 + lengths, slot]
+                rest = self.costs_to_end[start + 1]
+            else:
+                times += self.shifted[last - start - 1 - lengths, start + 1 + lengths, slot]
+                rest = self.costs[last - start - 1, start + 1]
             if budget is not None:
                 np.minimum(times, NEVER, out=times)
                 times[exact.cutting(start, last) > budget - held] = np.inf
@@ -777,8 +826,7 @@ class _Table:
                 else:
                     fits = exact.keeping(mode, start, last) <= budget - held
                 if fits:
-                    left = max(slot - way.held, 0)
-                    time = self.costs[last - start - 1, start + 1, left] + way.time
+                    time = rest[max(slot - way.held, 0)] + way.time
                     time = min(time - (self.forward[start + 1] - forward), NEVER)
                     if time <= best:
                         best, chosen = time, mode

@@ -57,6 +57,19 @@ def with_gaps(profile, seed, *, before=range(10_000)):
     return replace(profile, blocks=tuple(blocks), **peaks)
 
 
+def with_side_inputs(profile, seed):
+    """The same chain with blocks that put something into a cache, are given something else, or need more at first."""
+    draw = random.Random(seed)
+    blocks = []
+    for block in profile.blocks:
+        placed, carried, passing = (draw.choice((0, draw.randint(1, 20))) for _ in range(3))
+        unkept = draw.randint(0, placed)
+        blocks.append(
+            replace(block, placed=placed, unkept=unkept, carried=carried, passing=passing)
+        )
+    return replace(profile, blocks=tuple(blocks))
+
+
 def all_plans(start, stop, modes=("keep",), depth=3):
     """Every plan of the blocks ``start..stop-1``, with segments nested up to `depth` levels."""
 

@@ -11,7 +11,7 @@ from blockhooks.costs import BlockCosts, ChainProfile
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, check_plan, every, first
 from blockhooks.solver import Solver
-from tests.budget.chains import all_plans, least_times, random_profile, with_gaps
+from tests.budget.chains import all_plans, least_times, random_profile, with_gaps, with_side_inputs
 
 
 def budgets(profile, count=12):
@@ -136,6 +136,27 @@ def test_what_is_held_outside_of_blocks_is_planned_around(seed):
 
     profile = with_gaps(random_profile(seed, 4), seed, before=[0])
     assert optimal(Solver(profile), all_plans(0, 4, depth=3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("apart", [False, True], ids=["any segments", "one by one"])
+def test_what_blocks_put_into_side_inputs_is_planned_around(seed, apart):
+    profile = random_profile(seed, 3 + seed % 6, modes=seed % 2 == 1)
+    profile = with_gaps(with_side_inputs(profile, seed), seed)
+    solver, before = Solver(profile, apart=apart), inf
+    floor, plain = solver.floor, solver.plain
+
+    for budget in range(1, plain.peak + 1, 1 + plain.peak // 100):
+        if budget < floor.peak:
+            with pytest.raises(BudgetError, match=rf"\({floor.peak} bytes"):
+                solver.solve(budget)
+        else:
+            plan = solver.solve(budget)
+            assert (plan.time, plan.peak) == predict(profile, plan.segments)
+            assert plan.peak <= budget
+            assert plan.time <= before
+            before = plan.time
+    assert Solver(profile, apart=apart).solve(floor.peak).peak == floor.peak
 
 
 @pytest.mark.parametrize("seed", range(4))
