@@ -75,7 +75,8 @@ class BlockCosts:
             forward, and in the backward if a later block that was given them is recomputed.
         unkept: Bytes of these that are not among what autograd keeps.
         carried: Bytes of side inputs that this block is the first to be given, and that autograd does not keep. They are
-            held in the backward if this or a later block is recomputed.
+            held in the backward if this or a later block that is given them is recomputed.
+        carried_to: Index of the last block that is given them; by default it is this or any later one.
         modes: Costs of other modes that a plan may give this block.
     """
 
@@ -94,6 +95,7 @@ class BlockCosts:
     placed: int = 0
     unkept: int = 0
     carried: int = 0
+    carried_to: int | None = None
     modes: tuple[ModeCosts, ...] = ()
     name: str = ""
 
@@ -260,7 +262,7 @@ class _Ledger:
     time: float = 0.0
     peak: int = 0
     placed: int = 0
-    carried: int = 0
+    carried: list[tuple[int, int]] = field(default_factory=list)
     dropped: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def see(self, live: int) -> None:
@@ -295,9 +297,10 @@ class _Ledger:
                 within = self.blocks[segment.start : segment.stop]
                 passing = 0
                 if gaps:
-                    held += within[0].gap + within[0].carried + self.placed + self.carried
+                    held += within[0].gap + within[0].carried + self.placed
+                    held += sum(nbytes for last, nbytes in self.carried if last >= segment.start)
                     held += sum(block.placed for block in within[:-1])
-                    passing, self.placed, self.carried = within[0].passing, 0, 0
+                    passing, self.placed, self.carried = within[0].passing, 0, []
                 marks.append((segment, held, segment.mode))
                 if not ends:
                     time, peak = self.drop(segment)
@@ -320,7 +323,8 @@ class _Ledger:
                     if gaps:
                         held += block.gap
                         passing = block.passing + self.placed
-                        self.carried += block.carried
+                        last = len(self.blocks) if block.carried_to is None else block.carried_to
+                        self.carried.append((last, block.carried))
                     marks.append((index, held, segment.mode))
                     if ends and index == segment.stop - 1:
                         self.time += block.recompute_time

@@ -57,6 +57,7 @@ class Gaps:
         tail: Most at a time in the forward after the last block, as far as the model goes.
         carried: What is first given to each block, and held only for it or later ones to be executed again: side inputs
             that autograd does not keep.
+        carried_to: The last block that is given it.
     """
 
     held: tuple[int, ...]
@@ -68,6 +69,7 @@ class Gaps:
     waiting: tuple[int, ...]
     passing: tuple[int, ...]
     carried: tuple[int, ...]
+    carried_to: tuple[int, ...]
     tail: int
 
 
@@ -128,6 +130,9 @@ class Outside:
             self._hold(tensor, stage, kept=True)
         for tensor in side:
             self._hold(tensor, stage)
+            mark = self._marks.get(_key(tensor) or 0)
+            if mark is not None:
+                mark.last = stage
         if self._outputs:  # what goes from block to block is for the plan to hold or not
             keys = storage_keys((*x, *side))
             self._outputs[-1] = [mark for mark in self._outputs[-1] if mark.key not in keys]
@@ -226,7 +231,8 @@ class Outside:
     def _mark(self, tensor: Tensor, key: int, stage: int) -> _Mark:
         storage = tensor.untyped_storage()
         mark = self._marks[key] = _Mark(storage, self._freed)
-        mark.key, mark.nbytes, mark.stage = key, storage.nbytes(), stage
+        mark.key, mark.nbytes = key, storage.nbytes()
+        mark.stage = mark.last = stage
         mark.output = mark.kept = mark.gradient = False
         mark.holders = []
         self._live += mark.nbytes
@@ -291,7 +297,7 @@ class Outside:
             after_model: Bytes of what the user's own code has saved, which may hold all that the model returned meanwhile.
         """
         stages = len(self._edges) + 1
-        held, handed_out, carried = [0] * stages, [0] * stages, [0] * stages
+        held, handed_out, carried, last = ([0] * stages for _ in range(4))
         for mark in list(self._marks.values()):
             used = any(holder() is not None for holder in mark.holders)
             if mark.output or (mark.stage % 2 == 0 and (mark.kept or used)):
@@ -300,8 +306,10 @@ class Outside:
                 handed_out[mark.stage] += mark.nbytes
             else:  # for blocks to be executed again
                 carried[mark.stage] += mark.nbytes
+                last[mark.stage] = max(last[mark.stage], mark.last)
                 self._forget(mark)
         self._held, self._carried = held[::2], carried[:-1:2]
+        self._carried_to = [stage // 2 for stage in last[:-1:2]]
         self._handed_out = handed_out[1::2]
         both = list(map(min, self._unsaved, self._handed_out))
         self._kept_too = list(map(sub, self._handed_out, both))
@@ -351,6 +359,7 @@ class Outside:
                 waiting=tuple(self._waiting[1::2]),
                 passing=tuple(self._passing[:-1]),
                 carried=tuple(self._carried),
+                carried_to=tuple(self._carried_to),
                 tail=tail - self._dropped[-1],
             )
         )
@@ -424,16 +433,18 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
         key: The storage's key.
         nbytes: Its bytes.
         stage: From which on it is held.
+        last: At which it was last given to a block.
         output: Whether it is a block's hidden state.
         kept: Whether it is held in every plan, not only where a block is to be executed again.
         gradient: Whether it was made in the backward.
         holders: What holds it among the model's results.
     """
 
-    __slots__ = ("gradient", "holders", "kept", "key", "nbytes", "output", "stage")
+    __slots__ = ("gradient", "holders", "kept", "key", "last", "nbytes", "output", "stage")
     key: int
     nbytes: int
     stage: int
+    last: int
     output: bool
     kept: bool
     gradient: bool

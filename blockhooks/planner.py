@@ -459,6 +459,7 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
         placed=gaps.placed[place],
         unkept=gaps.unkept[place],
         carried=gaps.carried[place],
+        carried_to=gaps.carried_to[place],
         gap=gap,
         # What takes less than the block itself needs no thought.
         gap_peak=gap_peak if gap or gap_peak > block.forward_peak + passing else 0,

@@ -61,12 +61,12 @@ def with_side_inputs(profile, seed):
     """The same chain with blocks that put something into a cache, are given something else, or need more at first."""
     draw = random.Random(seed)
     blocks = []
-    for block in profile.blocks:
+    for index, block in enumerate(profile.blocks):
+        last = draw.choice((None, *range(index, len(profile))))
         placed, carried, passing = (draw.choice((0, draw.randint(1, 20))) for _ in range(3))
         unkept = draw.randint(0, placed)
-        blocks.append(
-            replace(block, placed=placed, unkept=unkept, carried=carried, passing=passing)
-        )
+        side = {"placed": placed, "unkept": unkept, "carried": carried, "carried_to": last}
+        blocks.append(replace(block, passing=passing, **side))
     return replace(profile, blocks=tuple(blocks))
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from blockhooks import Checkpoint, attach, memory
+from blockhooks import Checkpoint, attach, budget, memory
 from blockhooks.errors import BudgetError
+from blockhooks.plan import Segment, every
 from tests.models.toys import Block, Loop
 
 
@@ -337,3 +338,51 @@ def test_below_the_floor_the_error_names_what_is_held_outside_and_the_plan():
     assert error.plan.peak == error.floor
     plain, *peaks = budgeted(model, budget=error.floor)
     assert max(peaks[1:]) <= error.floor < plain
+
+
+class Shifted(nn.Module):
+    """A block with a side input that autograd does not keep."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inside = Block(width)
+
+    def forward(self, x, shift):
+        return self.inside(x) + shift
+
+
+class TwoStacks(nn.Module):
+    """The blocks of the first stack are given something that those of the second are not."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.encoder = nn.ModuleList(Shifted(width) for _ in range(2))
+        self.decoder = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x):
+        shift = torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)
+        for layer in self.encoder:
+            x = layer(x, shift)
+        for layer in self.decoder:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("first", "second"), [("keep", "recompute"), ("recompute", "keep")])
+def test_a_side_input_is_held_for_blocks_that_are_given_it(first, second):
+    model, x = TwoStacks(), torch.randn(64, 32)
+    profile = budget.measure(model, x)
+    segments = [Segment(i, i + 1, mode=first if i < 2 else second) for i in range(5)]
+
+    def planned(n):
+        return tuple(Segment(i, i + 1, mode=first if n == 2 else second) for i in range(n))
+
+    peaks = []
+    for plan in (every(1), planned):
+        with attach(model, hooks=[Checkpoint(plan)]):
+            for _ in range(2):  # the first makes the gradients
+                with memory.peak("cpu") as meter:
+                    model(x).backward()
+            peaks.append(meter.peak)
+    assert budget.predict(profile, every(1)(5)).peak == pytest.approx(peaks[0], rel=0.005)
+    assert budget.predict(profile, segments).peak == pytest.approx(peaks[1], rel=0.005)
