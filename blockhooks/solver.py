@@ -53,7 +53,7 @@ RUNG: Final = 4
 MOST_BLOCKS: Final = 256
 MOST_SLOTS: Final = 8000
 LEAST_SLOTS: Final = 240
-PAIRS_BY_BLOCKS: Final = 250_000
+PAIRS_BY_BLOCKS: Final = 160_000
 # Where there are more blocks than that, segments longer than LONG are of use only for budgets below a rung, longer than
 # twice as many for those below the next, and so on.
 MANY_BLOCKS: Final = 64
