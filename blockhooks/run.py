@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from blockhooks.errors import BlockhooksWarning
 from blockhooks.plan import Segment
 from blockhooks.recompute import is_recomputing, packed_elsewhere
-from blockhooks.structure import Survey, survey, tensors_in
+from blockhooks.structure import tensors_in
+from blockhooks.survey import Survey, survey
 
 __all__ = ["Block", "CurrentBlock", "Hidden", "HookRelay", "Region", "Run", "current_block"]
 

@@ -4,21 +4,14 @@ A recompute must be given what the forward was given, although lists, dicts, cac
 in between. `capture` records the structure of a value: mutable containers and plain objects by their contents,
 everything else (tensors among it) by identity. `Captured.rebuild` gives it again: the very same objects where nothing
 differs, copies of the containers around where something does. Tensors are never copied.
-
-`survey` finds what is reachable from a block: its modules, the objects with state of their own, and the random
-generators (also those that a forward uses as globals).
 """
 
 from __future__ import annotations
 
 import array
 import collections.abc
-import contextlib
-import dataclasses
-import dis
 import enum
 import functools
-import inspect
 import itertools
 import logging
 import pathlib
@@ -28,7 +21,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy as copied
 from typing import Any, Protocol
 
@@ -36,19 +29,23 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "DEAD_ENDS",
+    "MAX_OBJECT_DEPTH",
     "MODULE_INTERNALS",
     "Captured",
     "Capturing",
     "Contents",
     "Slots",
-    "Survey",
     "atomic",
+    "attributes_of",
     "capture",
     "contents_of",
+    "is_plain",
     "is_rng",
+    "of_a_library",
     "own_attributes",
+    "plain_types",
     "rng_state",
-    "survey",
     "tensors_in",
     "versions_of",
 ]
@@ -63,7 +60,8 @@ _ATOMIC: set[type] = {
     functools.partial, property, random.Random,
 }  # fmt: skip
 _LEADING = {torch.Generator, random.Random, types.FunctionType, functools.partial}
-_DEAD_ENDS = _ATOMIC - _LEADING
+DEAD_ENDS = frozenset(_ATOMIC - _LEADING)
+"""The types of values behind which no state can be found."""
 _EVERY_MODULE_HAS = list(nn.Module().__dict__)
 MODULE_INTERNALS = frozenset(_EVERY_MODULE_HAS)
 """The attributes that every `nn.Module` has: its registries, its hooks, its training flag."""
@@ -77,9 +75,11 @@ _OPAQUE_MODULES = tuple(f"{name}." for name in (
     "torch.optim", "torch.utils.data", "torch._ops", "torch.library", "torch.autograd", "numpy", "pluggy",
     "blockhooks",
 ))  # fmt: skip
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "blockhooks"))
 _IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9  # of type.__flags__
 _opaque_types: set[type] = set()
-_plain_types: set[type] = set()
+plain_types: set[type] = set()
+"""Those of which `is_plain` is known to be true, for where a call takes too long."""
 
 
 def atomic(value: object) -> bool:
@@ -104,7 +104,12 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
         names = names[len(_EVERY_MODULE_HAS) :]
     else:
         names = [name for name in names if name not in MODULE_INTERNALS]
-    return [(n, attributes[n]) for n in names if type(attributes[n]) not in _DEAD_ENDS]
+    return [(n, attributes[n]) for n in names if type(attributes[n]) not in DEAD_ENDS]
+
+
+def of_a_library(module: str | None) -> bool:
+    """Whether a function or class is of Python's library, torch or NumPy, or ours, by the name of its module."""
+    return module is None or module.split(".")[0] in _LIBRARIES
 
 
 def is_rng(value: object) -> bool:
@@ -147,10 +152,10 @@ def _is_array(value: object) -> bool:
     )
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a value is an instance of an ordinary Python class, with attributes that may change."""
     kind = type(value)
-    if kind in _plain_types:
+    if kind in plain_types:
         return True
     if kind in _opaque_types:
         return False
@@ -163,7 +168,7 @@ def _is_plain(value: object) -> bool:
         and not f"{kind.__module__}.".startswith(_OPAQUE_MODULES)
         and not is_rng(value)
     )
-    (_plain_types if plain else _opaque_types).add(kind)
+    (plain_types if plain else _opaque_types).add(kind)
     return plain
 
 
@@ -179,7 +184,7 @@ def _is_closed(kind: type) -> bool:
     if numpy is not None and issubclass(kind, numpy.ndarray):  # such as a file in memory
         return True
     return (
-        not _of_a_library(kind.__module__)
+        not of_a_library(kind.__module__)
         and not issubclass(kind, (*_OPAQUE_BASES, *_DATA))
         and not f"{kind.__module__}.".startswith(_OPAQUE_MODULES)
         and not hasattr(kind, "__members__")  # an enumeration
@@ -198,7 +203,7 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that an instance holds itself, in its dict and in its slots."""
     try:
         found = dict(object.__getattribute__(value, "__dict__"))
@@ -430,7 +435,7 @@ def _same_array(one: Any, other: Any) -> bool:
 
 
 def _same_attributes(attributes: dict[str, Any], value: object, by: _Comparison) -> bool:
-    now = _attributes(value)
+    now = attributes_of(value)
     if attributes.keys() != now.keys():
         return False
     others = [(item, now[name]) for name, item in attributes.items() if item is not now[name]]
@@ -506,7 +511,7 @@ class _Walk:
             return value
         if id(value) in self.memo:
             return self.memo[id(value)][0]
-        if kind in _plain_types:  # first, for its class may make isinstance slow
+        if kind in plain_types:  # first, for its class may make isinstance slow
             return self._object(value, depth)
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -517,7 +522,7 @@ class _Walk:
             return self._dict(value, kind, depth)
         if isinstance(value, (list, deque, set)):
             return self._list(value, kind, depth)
-        if _is_plain(value):
+        if is_plain(value):
             return self._object(value, depth)
         if _is_array(value):
             node = _ArrayNode(value)
@@ -569,7 +574,7 @@ class _Walk:
     def _object(self, value: Any, depth: int) -> Any:
         if depth >= MAX_OBJECT_DEPTH:
             return value
-        attributes = _attributes(value)
+        attributes = attributes_of(value)
         node = _ObjectNode(value)
         self.memo[id(value)] = (node, value)
         seen = len(self.closed)
@@ -672,7 +677,7 @@ def _same_items(owner: dict[Any, Any], items: dict[Any, Any]) -> bool:
 
 
 def _put_back_attributes(owner: object, attributes: dict[str, Any]) -> None:
-    now = _attributes(owner)
+    now = attributes_of(owner)
     for name in now.keys() - attributes.keys():
         object.__delattr__(owner, name)
     for name, item in attributes.items():
@@ -702,8 +707,8 @@ def contents_of(value: Any) -> Contents:
             inside = owner
         elif _is_array(owner):
             items, inside = copied(owner), ()
-        elif _is_plain(owner) and depth < MAX_OBJECT_DEPTH:
-            attributes = _attributes(owner)
+        elif is_plain(owner) and depth < MAX_OBJECT_DEPTH:
+            attributes = attributes_of(owner)
             inside, depth = attributes.values(), depth + 1
         else:
             continue
@@ -742,436 +747,3 @@ class Slots(collections.abc.MutableMapping[str, Any]):
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, each once, in order of first sight."""
     return capture(value, take_tensors=True).tensors
-
-
-@dataclasses.dataclass(slots=True)
-class Survey:
-    """What is reachable from blocks.
-
-    Attributes:
-        modules: Every `nn.Module`, each once.
-        attributes: The `own_attributes` of each.
-        objects: Callable objects and the owners of bound methods that serve as blocks.
-        hooks: Callable objects that serve as forward hooks of the modules.
-        rngs: Random generators of torch, NumPy and Python.
-        tensors: Tensors beside parameters and buffers: in closures, and without a graph in attributes and containers.
-        cells: Variables of outer functions that are read, and that none of the functions sets; with what each is bound to.
-        lent: Modules that functions of a library hold (`checkpoint_sequential`), and only they.
-        scripted: Whether there is TorchScript, which saves other tensors when it is executed again.
-    """
-
-    modules: list[nn.Module]
-    attributes: list[list[tuple[str, Any]]]
-    objects: list[Any]
-    hooks: list[Any]
-    rngs: list[Any]
-    tensors: list[Tensor]
-    cells: list[tuple[types.CellType, Any]]
-    lent: list[nn.Module]
-    scripted: bool
-
-
-def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
-    """Find the modules, objects and random generators reachable from blocks and side inputs."""
-    search = _Search()
-    search.blocks = tuple(blocks)
-    for block in search.blocks:
-        search.block(block)
-    tensors, search.tensors = search.tensors, []
-    for value in side:
-        search.value(value, 0)
-    return Survey(
-        search.modules,
-        search.attributes,
-        search.objects,
-        search.hooks,
-        search.rngs,
-        tensors,
-        [(cell, value) for cell, value in search.cells if id(cell) not in search.own],
-        search.lent,
-        search.scripted,
-    )
-
-
-def _leads_on(value: object) -> bool:
-    """Whether a generator or module may be found in a value."""
-    return type(value) not in _DEAD_ENDS
-
-
-class _Search:
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.attributes: list[list[tuple[str, Any]]] = []
-        self.objects: list[Any] = []
-        self.hooks: list[Any] = []
-        self.rngs: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.own: set[int] = set()  # of cells, those that a function sets
-        self.lent: list[nn.Module] = []
-        self.lending = self.scripted = False
-        self.seen: set[int] = set()
-        self.partly: set[int] = set()
-        self.blocks: tuple[Any, ...] = ()
-
-    def block(self, block: Any) -> None:
-        if isinstance(block, nn.Module):
-            self.module(block)
-        elif isinstance(block, types.MethodType):
-            first = block.__func__.__code__.co_varnames[:1] if _has_code(block.__func__) else ()
-            self.owner(block.__self__, block.__func__, *first)
-            self.function(block.__func__)
-        elif isinstance(block, types.FunctionType):
-            self.function(block)
-        elif isinstance(block, functools.partial):
-            self.block(block.func)
-            for value in (*block.args, *block.keywords.values()):
-                self.block(value) if callable(value) else self.held(value)
-        elif isinstance(block, torch.jit.ScriptFunction):
-            self.scripted = True
-        elif callable(block) and not isinstance(block, (type, types.BuiltinFunctionType)):
-            self.owner(block)
-
-    def owner(self, value: Any, function: Any = None, name: str = "") -> None:
-        """Look into what a function knows as `name`, as far as it uses it by attributes."""
-        if isinstance(value, nn.Module):
-            used = None if function is None or not name else _used(function, name, type(value))
-            self.module(value) if used is None else self.parts(value, used)
-        elif id(value) not in self.seen and _is_plain(value):
-            self.seen.add(id(value))
-            self.objects.append(value)
-            for item in _attributes(value).values():
-                self.value(item, 0)
-            self.globals_of_class(type(value))
-
-    def parts(self, module: nn.Module, used: Iterable[str]) -> None:
-        """A module of which a function uses some attributes: itself, and those."""
-        if id(module) in self.seen:
-            return
-        if id(module) not in self.partly:
-            self.partly.add(id(module))
-            self.modules.append(module)
-            self.attributes.append(own_attributes(module))
-        for name in used:
-            part = module._modules.get(name)
-            if part is not None:
-                self.module(part)
-            elif name in module.__dict__ and name not in MODULE_INTERNALS:
-                self.value(module.__dict__[name], 1)
-        self.globals_of_class(type(module))
-
-    def function(self, function: Any) -> None:
-        if id(function) in self.seen:
-            return
-        self.seen.add(id(function))
-        if _of_a_library(getattr(function, "__module__", None)):
-            self.library_function(function)
-            return
-        names = function.__code__.co_freevars if _has_code(function) else ()
-        for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # a name that is not bound yet
-                continue
-            self.cells.append((cell, value))
-            if name in _sets(function.__code__):
-                self.own.add(id(cell))
-            if isinstance(value, nn.Module):
-                self.owner(value, function, name)
-            elif callable(value):
-                self.block(value)
-            else:
-                self.held(value)
-        for value in getattr(function, "__defaults__", None) or ():
-            self.held(value)
-        self.globals_of(function)
-
-    def library_function(self, function: Any) -> None:
-        """Find the modules that a function of a library holds for its caller."""
-        lending, self.lending = self.lending, True
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                value = cell.cell_contents
-                for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, nn.Module):
-                        self.value(item, 0)
-                    elif isinstance(item, (types.FunctionType, types.MethodType)):
-                        self.block(item)
-        self.lending = lending
-
-    def module(self, module: nn.Module) -> None:
-        stack = [module]
-        while stack:
-            module = stack.pop()
-            if id(module) in self.seen:
-                continue
-            self.seen.add(id(module))
-            if isinstance(module, torch.jit.ScriptModule):
-                self.scripted = True
-                continue
-            attributes = own_attributes(module)
-            if self.lending:
-                self.lent.append(module)
-            elif id(module) not in self.partly:
-                self.modules.append(module)
-                self.attributes.append(attributes)
-            for _, value in attributes:
-                self.value(value, 1)
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for hook in hooks.values() if hooks else ():
-                    hook = inspect.unwrap(hook)
-                    if id(hook) not in self.seen and _is_plain(hook):
-                        self.seen.add(id(hook))
-                        self.hooks.append(hook)
-            self.globals_of_class(type(module))
-            if module._modules:
-                children = [child for child in module._modules.values() if child is not None]
-                stack.extend(reversed(children))
-
-    def globals_of(self, function: Any) -> None:
-        for inner in _functions(function):
-            self.names(_names_reached(inner.__code__, _Namespace(inner.__globals__)))
-
-    def globals_of_class(self, kind: type) -> None:
-        reached = _reached_by_class.get(id(kind))
-        if reached is None:
-            reached = _reached_by_class[id(kind)] = _names_of_class(kind)
-            weakref.finalize(kind, _reached_by_class.pop, id(kind), None).atexit = False
-        if reached:
-            self.names(reached)
-
-    def names(self, reached: _Names) -> None:
-        for names, name in reached:
-            self.value(names.get(name), 0)
-
-    def held(self, value: Any) -> None:
-        """Look at what a function holds itself."""
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-        else:
-            self.value(value, 0)
-
-    def value(self, value: Any, depth: int) -> None:
-        """Look for generators and tensors, and for modules that are held outside of `_modules`."""
-        if not _leads_on(value) or id(value) in self.seen:
-            return
-        if isinstance(value, Tensor):
-            if value.grad_fn is None:  # others are of a step, and not to be held longer
-                self.tensors.append(value)
-            return
-        if type(value) in _plain_types:  # first, for its class may make isinstance slow
-            if depth <= MAX_OBJECT_DEPTH:
-                self.inside(value, depth)
-        elif is_rng(value):
-            self.seen.add(id(value))
-            self.rngs.append(value)
-        elif isinstance(value, nn.Module):
-            if not self.is_parent(value):
-                self.module(value)
-        elif isinstance(value, (types.FunctionType, functools.partial)):
-            self.block(value)
-        elif isinstance(value, torch.jit.ScriptFunction):
-            self.scripted = True
-        elif depth <= MAX_OBJECT_DEPTH:
-            self.inside(value, depth)
-
-    def is_parent(self, module: nn.Module) -> bool:
-        """Whether one of the blocks is a part of a module: its model, which it only knows."""
-        return any(part is block for part in module.modules() for block in self.blocks)
-
-    def inside(self, value: Any, depth: int) -> None:
-        if type(value) in _plain_types:
-            items: Iterable[Any] = _attributes(value).values()
-        elif isinstance(value, dict):
-            items = dict.values(value)
-        elif isinstance(value, (list, tuple, deque, set)):
-            items = value
-        elif _is_plain(value):
-            items = _attributes(value).values()
-        else:
-            return
-        self.seen.add(id(value))
-        for item in items:
-            if _leads_on(item):
-                self.value(item, depth + 1)
-
-
-class _Namespace:
-    """A module's globals as a key: compared by identity."""
-
-    __slots__ = ("names",)
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self.names = names
-
-    def __hash__(self) -> int:
-        return id(self.names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Namespace) and other.names is self.names
-
-
-_Names = tuple[tuple[Mapping[str, Any], str], ...]
-"""Names that hold a random generator or module, or may come to do so, each with the namespace that it is in."""
-_reached_by_class: dict[int, _Names] = {}  # by id, for as long as the class lives
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "blockhooks"))
-
-
-def _names_of_class(kind: type) -> _Names:
-    """What the methods of a class read, and the class's own generators."""
-    found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-    for base in kind.__mro__:
-        if _of_a_library(base.__module__):
-            continue
-        members = vars(base)
-        for name, value in members.items():
-            if _worth_following(value):
-                found[id(members), name] = (members, name)
-            for function in _functions(value):
-                for names, inner in _names_reached(
-                    function.__code__, _Namespace(function.__globals__)
-                ):
-                    found[id(names), inner] = (names, inner)
-    return tuple(found.values())
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """A function or the functions of a descriptor, and what a decorator has wrapped in them."""
-    stack = [value]
-    seen: set[int] = set()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, (staticmethod, classmethod)):
-            stack.append(value.__func__)
-        elif isinstance(value, property):
-            stack.append(value.fget)
-        elif isinstance(value, types.FunctionType) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a name that is not bound yet
-                    stack.append(cell.cell_contents)
-
-
-def _has_code(function: Any) -> bool:
-    return isinstance(getattr(function, "__code__", None), types.CodeType)
-
-
-def _used(function: Any, name: str, kind: type) -> frozenset[str] | None:
-    """The attributes by which a function uses what it knows as `name`, an instance of `kind`; None if in other ways too.
-
-    What the methods use that it calls is among them.
-    """
-    found: set[str] = set()
-    seen: set[tuple[types.CodeType, str]] = set()
-    stack = [(inner.__code__, name) for inner in _functions(function)]
-    while stack:
-        code, name = stack.pop()
-        if (code, name) in seen:
-            continue
-        seen.add((code, name))
-        used = _used_in(code, name)
-        if used is None or not used.isdisjoint(_REGISTRIES):
-            return None
-        for attribute in used - found:
-            found.add(attribute)
-            codes = [f.__code__ for f in _functions(inspect.getattr_static(kind, attribute, None))]
-            stack += [(code, code.co_varnames[0]) for code in codes if code.co_varnames]
-    return frozenset(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _used_in(code: types.CodeType, name: str) -> frozenset[str] | None:
-    """The attributes by which a code uses a variable; None if it does anything else with it."""
-    found: set[str] = set()
-    if name in code.co_varnames or name in code.co_freevars or name in code.co_cellvars:
-        if "super" in code.co_names:
-            return None
-        steps = [step for step in dis.get_instructions(code) if step.opname != "COPY"]
-        for step, after in itertools.pairwise(steps):
-            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            if (
-                not step.opname.startswith("LOAD_")
-                or name not in names
-                or step.opname in _NOT_LOADED
-            ):
-                continue
-            if names[-1] != name or names.count(name) > 1 or after.opname not in _ATTRIBUTE_STEPS:
-                return None
-            found.add(after.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType) and name in constant.co_freevars:
-            inner = _used_in(constant, name)
-            if inner is None:
-                return None
-            found |= inner
-    return frozenset(found)
-
-
-_REGISTRIES = MODULE_INTERNALS - {"training"}
-_NOT_LOADED = frozenset(
-    ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_CLOSURE")
-)
-_ATTRIBUTE_STEPS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
-
-
-def _of_a_library(module: str | None) -> bool:
-    return module is None or module.split(".")[0] in _LIBRARIES
-
-
-def _worth_following(value: object) -> bool:
-    if type(value) in (list, tuple, dict):
-        items: Any = value.values() if isinstance(value, dict) else value
-        return any(is_rng(item) or isinstance(item, nn.Module) for item in items)
-    return is_rng(value) or isinstance(value, (nn.Module, torch.jit.ScriptFunction))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
-    """What a function reads from its module and others, directly or through the functions that it calls."""
-    found: list[tuple[Mapping[str, Any], str]] = []
-    seen: set[tuple[types.CodeType, int]] = set()
-    stack: list[tuple[types.CodeType, Mapping[str, Any]]] = [(code, namespace.names)]
-    while stack:
-        code, names = stack.pop()
-        if (code, id(names)) in seen:
-            continue
-        seen.add((code, id(names)))
-        read = tuple(_names(code))
-        modules = [value for name in read if isinstance(value := names.get(name), types.ModuleType)]
-        for place in (names, *(vars(m) for m in modules if not _of_a_library(m.__name__))):
-            for name in read:
-                value = place.get(name)
-                if isinstance(value, types.FunctionType):
-                    if not _of_a_library(value.__module__):
-                        stack += [
-                            (inner.__code__, inner.__globals__) for inner in _functions(value)
-                        ]
-                elif _worth_following(value) or (name in place and _empty(value)):
-                    found.append((place, name))
-    return tuple(found)
-
-
-def _empty(value: object) -> bool:
-    """Whether there may be a generator or module later: one that is made when it is needed first, for example."""
-    return value is None or (type(value) in (list, dict) and not value)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sets(code: types.CodeType) -> frozenset[str]:
-    """The variables of outer functions that a function, or one in it, sets itself."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in _SETS}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _sets(constant)
-    return frozenset(found)
-
-
-_SETS = frozenset(("STORE_DEREF", "DELETE_DEREF"))
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)

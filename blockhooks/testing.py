@@ -38,7 +38,8 @@ from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hookspecs import hookimpl
 from blockhooks.models import attach
 from blockhooks.plan import PlanFunction, Segment, every
-from blockhooks.structure import MODULE_INTERNALS, survey, tensors_in
+from blockhooks.structure import MODULE_INTERNALS, tensors_in
+from blockhooks.survey import survey
 
 try:
     import numpy.random as _numpy_random

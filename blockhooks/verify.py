@@ -23,7 +23,8 @@ from blockhooks.models import AttachReport, attach
 from blockhooks.models.find import Blocks, rngs_kept
 from blockhooks.recompute import is_recomputing
 from blockhooks.report.table import size
-from blockhooks.structure import MODULE_INTERNALS, survey
+from blockhooks.structure import MODULE_INTERNALS
+from blockhooks.survey import survey
 
 __all__ = ["Cost", "Difference", "Verification", "verify"]
 

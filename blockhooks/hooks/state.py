@@ -30,13 +30,13 @@ from blockhooks.structure import (
     Capturing,
     Contents,
     Slots,
-    Survey,
     atomic,
     capture,
     contents_of,
     rng_state,
     versions_of,
 )
+from blockhooks.survey import Survey
 
 __all__ = ["StateSnapshot"]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks.structure import Slots, capture, contents_of, is_rng, survey, tensors_in
+from blockhooks.structure import Slots, capture, contents_of, is_rng, tensors_in
+from blockhooks.survey import survey
 from tests.agree import describe, differs
 
 Point = collections.namedtuple("Point", "x y")
