@@ -1,7 +1,8 @@
 """Find what a block reaches: its modules, the objects with state of their own, and the random generators.
 
 A function reaches what it closes over, its defaults, and the globals that its code names, those of its decorators and
-helpers among them; a module reaches its attributes and children.
+helpers among them; a module reaches its attributes and children. Of the objects, classes and cached functions among the
+globals only random generators are looked for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import dis
 import functools
+import gc
 import inspect
 import itertools
 import types
@@ -50,6 +52,7 @@ class Survey:
         cells: Variables of outer functions that are read, and that none of the functions sets; with what each is bound to.
         lent: Modules that functions of a library hold (`checkpoint_sequential`), and only they.
         scripted: Whether there is TorchScript, which saves other tensors when it is executed again.
+        open: Globals that may come to hold a random generator: with nothing in them yet, or in a part of them.
     """
 
     modules: list[nn.Module]
@@ -61,6 +64,15 @@ class Survey:
     cells: list[tuple[types.CellType, Any]]
     lent: list[nn.Module]
     scripted: bool
+    open: _Names
+
+    def makes_generators(self) -> bool:
+        """Whether a global holds a random generator now that it did not hold when the survey was made."""
+        if not self.open:
+            return False
+        known = set(map(id, self.rngs))
+        found = (names.get(name) for names, name in self.open)
+        return any(id(rng) not in known for value in found for rng in _generators_in(value))
 
 
 def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
@@ -82,6 +94,7 @@ def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
         [(cell, value) for cell, value in search.cells if id(cell) not in search.own],
         search.lent,
         search.scripted,
+        tuple(search.open),
     )
 
 
@@ -99,6 +112,7 @@ class _Search:
         self.rngs: list[Any] = []
         self.tensors: list[Tensor] = []
         self.cells: list[tuple[types.CellType, Any]] = []
+        self.open: list[tuple[Mapping[str, Any], str]] = []
         self.own: set[int] = set()  # of cells, those that a function sets
         self.lent: list[nn.Module] = []
         self.lending = self.scripted = False
@@ -234,7 +248,14 @@ class _Search:
 
     def names(self, reached: _Names) -> None:
         for names, name in reached:
-            self.value(names.get(name), 0)
+            value = names.get(name)
+            if isinstance(value, (type, _CachedFunction)) or is_plain(value):
+                for rng in _generators_in(value):
+                    self.value(rng, 0)
+            else:
+                self.value(value, 0)
+            if _open(value):
+                self.open.append((names, name))
 
     def held(self, value: Any) -> None:
         """Look at what a function holds itself."""
@@ -406,11 +427,54 @@ _NOT_LOADED = frozenset(
 _ATTRIBUTE_STEPS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
 
 
+_CachedFunction = functools._lru_cache_wrapper
+_MOST_CACHED = 64
+"""Results of a cached function that are looked at."""
+
+
 def _worth_following(value: object) -> bool:
+    if isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
+        return True
     if type(value) in (list, tuple, dict):
         items: Any = value.values() if isinstance(value, dict) else value
-        return any(is_rng(item) or isinstance(item, nn.Module) for item in items)
-    return is_rng(value) or isinstance(value, (nn.Module, torch.jit.ScriptFunction))
+        if any(isinstance(item, nn.Module) for item in items):
+            return True
+    return any(True for _ in _generators_in(value))
+
+
+def _generators_in(value: object) -> Iterator[Any]:
+    """Find random generators in a global, as deep as a capture looks."""
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    seen: set[int] = set()
+    while stack:
+        value, depth = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_rng(value):
+            yield value
+        elif depth <= MAX_OBJECT_DEPTH:
+            stack += [(item, depth + 1) for item in _inside(value) if _leads_on(item)]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a value holds: items, attributes, or results that it remembers."""
+    if isinstance(value, dict):
+        return dict.values(value)
+    if isinstance(value, (list, tuple, deque, set)):
+        return value
+    if isinstance(value, type):
+        return () if of_a_library(value.__module__) else vars(value).values()
+    if isinstance(value, _CachedFunction):
+        return gc.get_referents(value) if value.cache_info().currsize <= _MOST_CACHED else ()
+    return attributes_of(value).values() if is_plain(value) else ()
+
+
+def _open(value: object) -> bool:
+    """Whether a global may come to hold a random generator, which is made when it is needed first."""
+    if isinstance(value, _CachedFunction) or _empty(value):
+        return True
+    return is_plain(value) and any(map(_empty, attributes_of(value).values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -434,13 +498,25 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                         stack += [
                             (inner.__code__, inner.__globals__) for inner in _functions(value)
                         ]
-                elif _worth_following(value) or (name in place and _empty(value)):
+                    continue
+                if _worth_following(value) or (name in place and _open(value)):
                     found.append((place, name))
+                if isinstance(value, type) or is_plain(value):
+                    stack += [(f.__code__, f.__globals__) for f in _methods(value, read)]
     return tuple(found)
 
 
+def _methods(value: object, names: Iterable[str]) -> Iterator[types.FunctionType]:
+    """The methods of some names of a class or of an object's class, and what is executed when the object is called."""
+    kind = value if isinstance(value, type) else type(value)
+    for base in kind.__mro__:
+        if not of_a_library(base.__module__):
+            for name in (*names, "__call__"):
+                yield from _functions(vars(base).get(name))
+
+
 def _empty(value: object) -> bool:
-    """Whether there may be a generator or module later: one that is made when it is needed first, for example."""
+    """Whether there may be a generator or module later."""
     return value is None or (type(value) in (list, dict) and not value)
 
 

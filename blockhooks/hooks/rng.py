@@ -17,6 +17,7 @@ from blockhooks.hookspecs import hookimpl
 from blockhooks.plan import Segment
 from blockhooks.run import Run
 from blockhooks.structure import is_rng
+from blockhooks.survey import Survey
 
 __all__ = ["RNGSnapshot"]
 
@@ -51,21 +52,24 @@ class RNGSnapshot:
     @hookimpl
     def recompute_context(self, run: Run, segment: Segment) -> _Draws:
         """Read the states of all generators in reach."""
-        found = {id(g): g for g in (*run.survey(segment).rngs, *self.generators)}
-        return _Draws([*_global_sources(), *map(_source, found.values())])
+        survey = run.survey(segment)
+        found = {id(g): g for g in (*survey.rngs, *self.generators)}
+        return _Draws([*_global_sources(), *map(_source, found.values())], survey)
 
 
 class _Draws:
     """The factory: restores what the forward drew from."""
 
-    __slots__ = ("before", "sources")
+    __slots__ = ("before", "sources", "survey")
 
-    def __init__(self, sources: list[_Source]) -> None:
-        self.sources = sources
+    def __init__(self, sources: list[_Source], survey: Survey) -> None:
+        self.sources, self.survey = sources, survey
         self.before = [read() for read, _, _ in sources]
 
-    def forward_done(self, failed: bool) -> None:
-        """Keep the states of those generators alone that the forward drew from."""
+    def forward_done(self, failed: bool) -> str | None:
+        """Keep the states of those generators alone that the forward drew from; return why it cannot draw again."""
+        made = self.survey.makes_generators()
+        del self.survey  # it holds modules, and the region's x
         drawn = [
             (source, state)
             for source, state in zip(self.sources, self.before, strict=True)
@@ -73,6 +77,7 @@ class _Draws:
         ]
         self.sources = [source for source, _ in drawn]
         self.before = [state for _, state in drawn]
+        return "it makes a random generator that outlives it" if made else None
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         return self._restored() if self.sources else _NOTHING

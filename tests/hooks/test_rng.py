@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, HookChain, HookError, RNGSnapshot, apply_blocks, plan
+from blockhooks import (
+    Checkpoint,
+    HookChain,
+    HookError,
+    RNGSnapshot,
+    apply_blocks,
+    hookimpl,
+    plan,
+)
 from tests.agree import agree, agrees, differs, layers, leaf, outcome, plain, through
 
 
@@ -230,6 +238,121 @@ def test_generators_that_are_globals_of_the_blocks_module(kind):
         return told, GLOBAL_TORCH, GLOBAL_PYTHON, GLOBAL_NUMPY, GLOBALS
 
     agree(step)
+
+
+class Streams:
+    """Somebody's own keeper of generators."""
+
+    of_the_class = random.Random(1)
+
+    def __init__(self):
+        self.own = torch.Generator()
+        self.deep = types.SimpleNamespace(inner={"one": [random.Random()]})
+
+    def draw(self):
+        return torch.rand((), generator=self.own)
+
+    def __call__(self):
+        return float(GLOBAL_NUMPY.random())
+
+    @classmethod
+    def of_class(cls):
+        return cls.of_the_class.random()
+
+    @property
+    def elsewhere(self):
+        return float(GLOBAL_NUMPY.random())
+
+
+STREAMS = Streams()
+NESTED = {"a": {"b": STREAMS.own}, "c": STREAMS}
+
+
+@functools.lru_cache
+def remembered(seed):
+    return random.Random(seed)
+
+
+OF_OBJECTS = {
+    "method": lambda _: STREAMS.draw(),
+    "call": lambda _: STREAMS(),
+    "class method": lambda _: Streams.of_class(),
+    "class": lambda _: Streams.of_the_class.random(),
+    "property": lambda _: STREAMS.elsewhere,
+    "deep": lambda _: STREAMS.deep.inner["one"][0].random(),
+    "nested dicts": lambda _: torch.rand((), generator=NESTED["a"]["b"]),
+    "object in a dict": lambda _: NESTED["c"].draw(),
+    "cached function": lambda _: remembered(3).random(),
+}
+
+
+@pytest.mark.parametrize("way", OF_OBJECTS)
+def test_generators_that_global_objects_hold(way):
+    def step(run):
+        STREAMS.own.manual_seed(1)
+        Streams.of_the_class.seed(2)
+        STREAMS.deep.inner["one"][0].seed(3)
+        remembered(3).seed(4)
+        global GLOBAL_NUMPY
+        GLOBAL_NUMPY = numpy.random.default_rng(5)
+        told = steps(run, [Noisy(OF_OBJECTS[way]) for _ in range(3)])
+        return told, STREAMS.own, Streams.of_the_class, STREAMS.deep.inner["one"][0], GLOBAL_NUMPY
+
+    agree(step)
+
+
+MADE = {}
+KEEPER = types.SimpleNamespace(own=None)
+MADE_GLOBAL = None
+
+
+def made_global():
+    global MADE_GLOBAL
+    if MADE_GLOBAL is None:
+        MADE_GLOBAL = random.Random(3)
+    return MADE_GLOBAL.random()
+
+
+def made_by_an_object():
+    if KEEPER.own is None:
+        KEEPER.own = torch.Generator().manual_seed(4)
+    return torch.rand((), generator=KEEPER.own)
+
+
+MADE_WHEN_NEEDED = {
+    "global": lambda _: made_global(),
+    "object": lambda _: made_by_an_object(),
+    "dict": lambda _: MADE.setdefault("one", numpy.random.default_rng(5)).random(),
+    "cached function": lambda _: remembered(6).random(),
+}
+
+
+@pytest.mark.parametrize("way", MADE_WHEN_NEEDED)
+def test_a_generator_that_the_first_forward_makes_for_all(way):
+    def step(run):
+        global MADE_GLOBAL
+        MADE_GLOBAL = KEEPER.own = None
+        MADE.clear()
+        remembered.cache_clear()
+        return steps(run, [Noisy(MADE_WHEN_NEEDED[way]) for _ in range(3)])
+
+    agree(step)
+
+
+def test_a_block_that_makes_a_generator_for_all_keeps_what_it_saved():
+    MADE.clear()
+    told = []
+
+    class Told:
+        @hookimpl
+        def run_blocks(self, run, x):
+            told.append(run)
+
+    blocks = [Noisy(MADE_WHEN_NEEDED["dict"]) for _ in range(3)]
+    apply_blocks(blocks, leaf(3, 4), hooks=[Told(), Checkpoint()]).sum().backward()
+    assert {segment.start: reason for segment, reason in told[0].kept.items()} == {
+        0: "it makes a random generator that outlives it"
+    }
 
 
 LATER = None
