@@ -59,7 +59,10 @@ _ATOMIC: set[type] = {
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
     functools.partial, property, random.Random,
 }  # fmt: skip
-_LEADING = {torch.Generator, random.Random, types.FunctionType, functools.partial}
+_LEADING = {
+    torch.Generator, random.Random, functools.partial,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+}  # fmt: skip
 DEAD_ENDS = frozenset(_ATOMIC - _LEADING)
 """The types of values behind which no state can be found."""
 _EVERY_MODULE_HAS = list(nn.Module().__dict__)

@@ -1,19 +1,21 @@
 """Find what a block reaches: its modules, the objects with state of their own, and the random generators.
 
 A function reaches what it closes over, its defaults, and the globals that its code names, those of its decorators and
-helpers among them; a module reaches its attributes and children. Of the objects, classes and cached functions among the
-globals only random generators are looked for.
+helpers among them; a module reaches its attributes and children, and what its class's methods and its forward hooks
+reach. In objects, classes, methods and cached functions that are reached so only random generators are looked for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import dis
 import functools
 import gc
 import inspect
 import itertools
+import threading
 import types
 import weakref
 from collections import deque
@@ -35,7 +37,13 @@ from blockhooks.structure import (
     plain_types,
 )
 
-__all__ = ["Survey", "survey"]
+__all__ = ["GLOBAL_HOOKS", "Survey", "survey"]
+
+GLOBAL_HOOKS: tuple[Any, ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+)
+"""Forward hooks of all modules."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,6 +89,9 @@ def survey(blocks: Iterable[Any], side: Iterable[Any] = ()) -> Survey:
     search.blocks = tuple(blocks)
     for block in search.blocks:
         search.block(block)
+    for hooks in GLOBAL_HOOKS:
+        for hook in hooks.values() if hooks else ():
+            search.hook(hook)
     tensors, search.tensors = search.tensors, []
     for value in side:
         search.value(value, 0)
@@ -190,7 +201,7 @@ class _Search:
                 self.held(value)
         for value in getattr(function, "__defaults__", None) or ():
             self.held(value)
-        self.globals_of(function)
+        self.names(_reached(function))
 
     def library_function(self, function: Any) -> None:
         """Find the modules that a function of a library holds for its caller."""
@@ -225,18 +236,28 @@ class _Search:
                 self.value(value, 1)
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for hook in hooks.values() if hooks else ():
-                    hook = inspect.unwrap(hook)
-                    if id(hook) not in self.seen and is_plain(hook):
-                        self.seen.add(id(hook))
-                        self.hooks.append(hook)
+                    self.hook(hook)
             self.globals_of_class(type(module))
             if module._modules:
                 children = [child for child in module._modules.values() if child is not None]
                 stack.extend(reversed(children))
 
-    def globals_of(self, function: Any) -> None:
-        for inner in _functions(function):
-            self.names(_names_reached(inner.__code__, _Namespace(inner.__globals__)))
+    def hook(self, hook: Any) -> None:
+        """Look at a forward hook, which may draw and count."""
+        hook = inspect.unwrap(hook)
+        if id(hook) in self.seen:
+            return
+        self.seen.add(id(hook))
+        if is_plain(hook):
+            self.hooks.append(hook)
+        self.generators(hook)
+        called = type(hook).__call__ if is_plain(hook) else getattr(hook, "func", hook)
+        self.names(_reached(getattr(called, "__func__", called)))
+
+    def generators(self, value: Any) -> None:
+        """Look for generators alone."""
+        for rng in _generators_in(value):
+            self.value(rng, 0)
 
     def globals_of_class(self, kind: type) -> None:
         reached = _reached_by_class.get(id(kind))
@@ -246,12 +267,11 @@ class _Search:
         if reached:
             self.names(reached)
 
-    def names(self, reached: _Names) -> None:
+    def names(self, reached: Iterable[_Name]) -> None:
         for names, name in reached:
             value = names.get(name)
-            if isinstance(value, (type, _CachedFunction)) or is_plain(value):
-                for rng in _generators_in(value):
-                    self.value(rng, 0)
+            if isinstance(value, type) or is_plain(value):
+                self.generators(value)
             else:
                 self.value(value, 0)
             if _open(value):
@@ -285,6 +305,8 @@ class _Search:
             self.block(value)
         elif isinstance(value, torch.jit.ScriptFunction):
             self.scripted = True
+        elif isinstance(value, _HOLDERS):
+            self.generators(value)
         elif depth <= MAX_OBJECT_DEPTH:
             self.inside(value, depth)
 
@@ -324,8 +346,9 @@ class _Namespace:
         return isinstance(other, _Namespace) and other.names is self.names
 
 
-_Names = tuple[tuple[Mapping[str, Any], str], ...]
-"""Names that hold a random generator or module, or may come to do so, each with the namespace that it is in."""
+_Name = tuple[Mapping[str, Any], str]
+"""A name that holds a random generator or module, or may come to do so, with the namespace that it is in."""
+_Names = tuple[_Name, ...]
 _reached_by_class: dict[int, _Names] = {}  # by id, for as long as the class lives
 
 
@@ -339,12 +362,59 @@ def _names_of_class(kind: type) -> _Names:
         for name, value in members.items():
             if _worth_following(value):
                 found[id(members), name] = (members, name)
-            for function in _functions(value):
-                for names, inner in _names_reached(
-                    function.__code__, _Namespace(function.__globals__)
-                ):
-                    found[id(names), inner] = (names, inner)
+            for names, inner in _reached(value):
+                found[id(names), inner] = (names, inner)
     return tuple(found.values())
+
+
+def _reached(value: Any) -> Iterator[_Name]:
+    """What a function, or those of a descriptor, read from their modules, and what they hold themselves."""
+    stack = list(_functions(value))
+    seen: set[int] = set()
+    while stack:
+        function = stack.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield from _names_reached(function.__code__, _Namespace(function.__globals__))
+        for names, name in _held_by(function):
+            held = names.get(name)
+            if isinstance(held, types.FunctionType):
+                continue  # among those of _functions
+            if _worth_following(held) or _open(held):
+                yield names, name
+            stack += _methods(held, function.__code__.co_names)
+
+
+class _Cells(Mapping[str, Any]):
+    """What the variables are bound to that a function closes over."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._cells = dict(
+            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # not bound yet
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+def _held_by(function: types.FunctionType) -> Iterator[_Name]:
+    """What a function holds itself: what it closes over, its defaults and its attributes."""
+    defaults = {str(index): value for index, value in enumerate(function.__defaults__ or ())}
+    defaults |= function.__kwdefaults__ or {}
+    fixed = {name: value for name, value in defaults.items() if value is not None}
+    for names in (_Cells(function), fixed, vars(function)):
+        for name in names:
+            yield names, name
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
@@ -428,6 +498,15 @@ _ATTRIBUTE_STEPS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_
 
 
 _CachedFunction = functools._lru_cache_wrapper
+_HOLDERS = (
+    types.MethodType,
+    types.BuiltinFunctionType,
+    _CachedFunction,
+    contextvars.ContextVar,
+    threading.local,
+    weakref.ref,
+)
+"""Types of values in which generators alone are looked for."""
 _MOST_CACHED = 64
 """Results of a cached function that are looked at."""
 
@@ -465,9 +544,24 @@ def _inside(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, type):
         return () if of_a_library(value.__module__) else vars(value).values()
+    if is_plain(value):
+        return attributes_of(value).values()
+    if isinstance(value, types.FunctionType):
+        library = of_a_library(value.__module__)
+        return () if library else [names.get(name) for names, name in _held_by(value)]
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, types.BuiltinFunctionType):
+        return (value.__self__,)
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
     if isinstance(value, _CachedFunction):
         return gc.get_referents(value) if value.cache_info().currsize <= _MOST_CACHED else ()
-    return attributes_of(value).values() if is_plain(value) else ()
+    if isinstance(value, contextvars.ContextVar):
+        return (value.get(None),)
+    if isinstance(value, threading.local):
+        return vars(value).values()
+    return (value(),) if isinstance(value, weakref.ref) else ()
 
 
 def _open(value: object) -> bool:
@@ -501,18 +595,22 @@ def _names_reached(code: types.CodeType, namespace: _Namespace) -> _Names:
                     continue
                 if _worth_following(value) or (name in place and _open(value)):
                     found.append((place, name))
-                if isinstance(value, type) or is_plain(value):
-                    stack += [(f.__code__, f.__globals__) for f in _methods(value, read)]
+                stack += [(f.__code__, f.__globals__) for f in _methods(value, read)]
     return tuple(found)
 
 
 def _methods(value: object, names: Iterable[str]) -> Iterator[types.FunctionType]:
-    """The methods of some names of a class or of an object's class, and what is executed when the object is called."""
+    """The methods of some names of a class or of an object's class, and what is executed when either is called."""
+    if not isinstance(value, type) and not is_plain(value):
+        return
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
         if not of_a_library(base.__module__):
-            for name in (*names, "__call__"):
+            for name in (*names, *_CALLED):
                 yield from _functions(vars(base).get(name))
+
+
+_CALLED = ("__init__", "__call__", "forward")
 
 
 def _empty(value: object) -> bool:

@@ -36,7 +36,7 @@ from blockhooks.structure import (
     rng_state,
     versions_of,
 )
-from blockhooks.survey import Survey
+from blockhooks.survey import GLOBAL_HOOKS, Survey
 
 __all__ = ["StateSnapshot"]
 
@@ -85,12 +85,6 @@ _HOOKS = (
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _registries = operator.itemgetter(*_REGISTRIES)
-
-
-_GLOBAL_HOOKS: tuple[Any, ...] = (
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_forward_pre_hooks,
-)
 
 
 class _Learned:
@@ -251,9 +245,9 @@ class _State:
     def __init__(self, run: Run, found: Survey) -> None:
         self.run = run
         # Dicts, and what each holds before the forward; the same of slots.
-        self.owners: list[dict[Any, Any]] = [hooks for hooks in _GLOBAL_HOOKS if hooks]
+        self.owners: list[dict[Any, Any]] = [hooks for hooks in GLOBAL_HOOKS if hooks]
         self.contents: list[dict[Any, Any]] = [hooks.copy() for hooks in self.owners]
-        self.empty: list[dict[Any, Any]] = [hooks for hooks in _GLOBAL_HOOKS if not hooks]
+        self.empty: list[dict[Any, Any]] = [hooks for hooks in GLOBAL_HOOKS if not hooks]
         self.slotted: list[tuple[_Holder, dict[str, Any]]] = []
         self.attributes: list[tuple[_Holder, str]] = []
         # Of owners that hold what cannot be looked into: its class.
@@ -642,7 +636,7 @@ class _Watch:
         self.observers: list[tuple[OrderedDict[int, Any], int]] = []
         for registry in (
             *(module.__dict__[name] for module in found.modules for name in _HOOK_DICTS),
-            *_GLOBAL_HOOKS,
+            *GLOBAL_HOOKS,
         ):
             for key, hook in registry.items():
                 watched = _Watched(hook, self)

@@ -1,5 +1,6 @@
 """`RNGSnapshot`: each recompute draws the random numbers of its forward."""
 
+import contextvars
 import functools
 import random
 import threading
@@ -299,6 +300,182 @@ def test_generators_that_global_objects_hold(way):
         return told, STREAMS.own, Streams.of_the_class, STREAMS.deep.inner["one"][0], GLOBAL_NUMPY
 
     agree(step)
+
+
+def hooked(register):
+    def make(rng):
+        block = Noisy(lambda _: 0.5)
+        register(block.linear, rng)
+        return block
+
+    return make
+
+
+class Scales:
+    """A hook with a generator of its own."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def hook(self, module, args, output):
+        return output * self.rng.random()
+
+
+def noisy_forward(noise):
+    class Block(Noisy):
+        def forward(self, x):
+            return super().forward(x) * noise(self, x)
+
+    return Block(lambda _: 0.5)
+
+
+def decorated(rng):
+    def scaled(forward):
+        @functools.wraps(forward)
+        def wrapper(self, x):
+            return forward(self, x) * rng.random()
+
+        return wrapper
+
+    class Block(Noisy):
+        forward = scaled(Noisy.forward)
+
+    return Block(lambda _: 0.5)
+
+
+def in_a_class_closure(rng):
+    return noisy_forward(lambda self, x: rng.random())
+
+
+def by_default(rng):
+    class Block(Noisy):
+        def forward(self, x, *, own=rng):
+            return super().forward(x) * own.random()
+
+    return Block(lambda _: 0.5)
+
+
+def in_a_property(rng):
+    class Block(Noisy):
+        @property
+        def noise(self):
+            return rng.random()
+
+        def forward(self, x):
+            return super().forward(x) * self.noise
+
+    return Block(lambda _: 0.5)
+
+
+def in_an_autograd_function(rng):
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.factor = rng.random()
+            return x * ctx.factor
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.factor
+
+    return noisy_forward(lambda self, x: torch.sigmoid(Scale.apply(x)))
+
+
+def in_a_constructor(rng):
+    class Noise:
+        def __init__(self):
+            self.value = rng.random()
+
+    return noisy_forward(lambda self, x: torch.sigmoid(x * Noise().value))
+
+
+def in_a_function_attribute(rng):
+    def noise(self, x):
+        return torch.sigmoid(x * noise.own.random())
+
+    noise.own = rng
+    return noisy_forward(noise)
+
+
+def in_a_context_variable(rng):
+    variable = contextvars.ContextVar("own")
+    variable.set(rng)
+    return noisy_forward(lambda self, x: variable.get().random())
+
+
+def in_a_threads_storage(rng):
+    storage = threading.local()
+    storage.own = rng
+    return noisy_forward(lambda self, x: storage.own.random())
+
+
+def in_a_weak_reference(rng):
+    reference = weakref.ref(rng)
+    return noisy_forward(lambda self, x: reference().random())
+
+
+def in_a_parametrization(rng):
+    class Scaled(nn.Module):
+        def forward(self, weight):
+            return weight * rng.random()
+
+    block = Noisy(lambda _: 0.5)
+    nn.utils.parametrize.register_parametrization(block.linear, "weight", Scaled())
+    return block
+
+
+class Rng(random.Random):
+    """One that can be referred to weakly."""
+
+
+OUT_OF_THE_WAY = {
+    "forward hook": hooked(
+        lambda m, rng: m.register_forward_hook(lambda _, __, out: out * rng.random())
+    ),
+    "pre-hook": hooked(
+        lambda m, rng: m.register_forward_pre_hook(lambda _, args: (args[0] * rng.random(),))
+    ),
+    "method as a hook": hooked(lambda m, rng: m.register_forward_hook(Scales(rng).hook)),
+    "partial as a hook": hooked(
+        lambda m, rng: m.register_forward_hook(
+            functools.partial(lambda own, _, __, out: out * own.random(), rng)
+        )
+    ),
+    "method in an attribute": lambda rng: Noisy(
+        lambda self: self.own(0, 0, 1.0), own=Scales(rng).hook
+    ),
+    "built-in method in an attribute": lambda rng: Noisy(lambda self: self.own(), own=rng.random),
+    "decorator": decorated,
+    "closure in a class": in_a_class_closure,
+    "default by keyword": by_default,
+    "property": in_a_property,
+    "autograd function": in_an_autograd_function,
+    "constructor": in_a_constructor,
+    "function attribute": in_a_function_attribute,
+    "context variable": in_a_context_variable,
+    "thread's storage": in_a_threads_storage,
+    "weak reference": in_a_weak_reference,
+    "parametrization": in_a_parametrization,
+}
+
+
+@pytest.mark.parametrize("way", OUT_OF_THE_WAY)
+def test_generators_out_of_the_way(way):
+    def step(run):
+        rngs = [Rng(seed) for seed in range(2)]
+        return steps(run, [OUT_OF_THE_WAY[way](rng) for rng in rngs]), rngs
+
+    agree(step)
+
+
+@agrees
+def test_generator_of_a_hook_of_all_modules(run):
+    rng = random.Random(3)
+    handle = nn.modules.module.register_module_forward_hook(lambda _, __, out: out * rng.random())
+    try:
+        return steps(run, layers(3)), rng
+    finally:
+        handle.remove()
 
 
 MADE = {}
