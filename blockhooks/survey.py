@@ -128,6 +128,7 @@ class _Search:
         self.lent: list[nn.Module] = []
         self.lending = self.scripted = False
         self.seen: set[int] = set()
+        self.named: set[int] = set()
         self.partly: set[int] = set()
         self.blocks: tuple[Any, ...] = ()
 
@@ -270,10 +271,14 @@ class _Search:
     def names(self, reached: Iterable[_Name]) -> None:
         for names, name in reached:
             value = names.get(name)
-            if isinstance(value, type) or is_plain(value):
-                self.generators(value)
-            else:
-                self.value(value, 0)
+            if id(value) in self.named:
+                continue
+            if value is not None:  # which is another nothing each time
+                self.named.add(id(value))
+                if isinstance(value, type) or is_plain(value):
+                    self.generators(value)
+                else:
+                    self.value(value, 0)
             if _open(value):
                 self.open.append((names, name))
 
