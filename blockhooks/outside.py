@@ -113,7 +113,7 @@ class Outside:
         self._marks: dict[int, _Mark] = {}
         self._live = 0
         self._handles: list[Any] = []
-        self._nodes: list[tuple[memory.Meter, int]] = []  # that are being executed
+        self._nodes: dict[Any, tuple[memory.Meter, int]] = {}  # that are being executed
         self._paused = False
         _watch(self)
 
@@ -368,9 +368,9 @@ class Outside:
         """Take the hooks away from the graph, which may live on."""
         for handle in self._handles:
             handle.remove()
-        for meter, _ in self._nodes:  # there was an error
+        for meter, _ in self._nodes.values():  # there was an error
             meter.__exit__(None, None, None)
-        self._handles, self._nodes = [], []
+        self._handles, self._nodes = [], {}
 
     def _stage(self, node: Any) -> int:
         return bisect_right(self._edges, node._sequence_nr())
@@ -406,11 +406,12 @@ class Outside:
         self._see(gradients)
         self._note(stage, self._live)
         meter = memory.peak(self._device)
-        self._nodes.append((meter.__enter__(), self._live))
+        # On several devices, several threads of autograd's are here.
+        self._nodes[torch._C._current_autograd_node()] = meter.__enter__(), self._live
 
     def _after(self, stage: int, gradients: Gradients, _: Gradients) -> None:
         """Look at the gradients that a node has made, and at what it took itself."""
-        meter, live = self._nodes.pop()
+        meter, live = self._nodes.pop(torch._C._current_autograd_node())
         meter.__exit__(None, None, None)
         self._note(stage, live + meter.peak)
         self._see(gradients)

@@ -512,8 +512,8 @@ _HOLDERS = (
     weakref.ref,
 )
 """Types of values in which generators alone are looked for."""
-_MOST_CACHED = 64
-"""Results of a cached function that are looked at."""
+_MOST_ITEMS = 256
+"""Containers of more items, and cached functions of more results, are taken for data: no generators are looked for."""
 
 
 def _worth_following(value: object) -> bool:
@@ -521,7 +521,7 @@ def _worth_following(value: object) -> bool:
         return True
     if type(value) in (list, tuple, dict):
         items: Any = value.values() if isinstance(value, dict) else value
-        if any(isinstance(item, nn.Module) for item in items):
+        if any(is_rng(item) or isinstance(item, nn.Module) for item in items):
             return True
     return any(True for _ in _generators_in(value))
 
@@ -543,10 +543,10 @@ def _generators_in(value: object) -> Iterator[Any]:
 
 def _inside(value: Any) -> Iterable[Any]:
     """What a value holds: items, attributes, or results that it remembers."""
-    if isinstance(value, dict):
-        return dict.values(value)
-    if isinstance(value, (list, tuple, deque, set)):
-        return value
+    if isinstance(value, (dict, list, tuple, deque, set)):
+        if len(value) > _MOST_ITEMS:
+            return ()
+        return dict.values(value) if isinstance(value, dict) else value
     if isinstance(value, type):
         return () if of_a_library(value.__module__) else vars(value).values()
     if is_plain(value):
@@ -561,7 +561,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, _CachedFunction):
-        return gc.get_referents(value) if value.cache_info().currsize <= _MOST_CACHED else ()
+        return gc.get_referents(value) if value.cache_info().currsize <= _MOST_ITEMS else ()
     if isinstance(value, contextvars.ContextVar):
         return (value.get(None),)
     if isinstance(value, threading.local):

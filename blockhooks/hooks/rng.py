@@ -28,8 +28,9 @@ class RNGSnapshot:
     Carries torch's CPU generator and those of the devices in use, Python's and NumPy's global generators, and every
     `torch.Generator`, `random.Random`, `numpy.random.Generator` and `RandomState` reachable from the blocks or the side
     inputs, also one that several blocks share: by attributes, closures, defaults and forward hooks, and by the globals,
-    classes and objects that the code names. Only what the forward really drew from is restored in the recompute, and put
-    back afterwards. A forward that makes a generator which outlives it keeps what autograd saved.
+    classes and objects that the code names (in these not deep inside of containers of more than 256 items). Only what
+    the forward really drew from is restored in the recompute, and put back afterwards. A forward that makes a generator
+    which outlives it keeps what autograd saved.
 
     Side: crosses the boundary (captured outside, restored around each recompute). Costs about 20 us per region and
     5 kB for each generator drawn from. See R2 and R6.
