@@ -12,6 +12,7 @@ import difflib
 import inspect
 import operator
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import pluggy
 
 from blockhooks import hookspecs
-from blockhooks.errors import HookError
+from blockhooks.errors import BlockhooksWarning, HookError
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
@@ -367,6 +368,20 @@ class HookChain:
         self.plugins: tuple[Any, ...] = tuple(given)
         self._names = tuple(names)
         self.hooks: HookRelay = _Relay(self._bind(), [type(p).__name__ for p in given])
+        self._warn_shadowed()
+
+    def _warn_shadowed(self) -> None:
+        """Warn of a plugin whose plan is never asked for, since one of its own kind comes before."""
+        planners: dict[type, str] = {}
+        for plugin, name in zip(self.plugins, self._names, strict=True):
+            plans = [f for f in _implementations(plugin, name) if f.hook == "plan_segments"]
+            if plans and not plans[0].wrapper and planners.setdefault(type(plugin), name) != name:
+                warnings.warn(
+                    f"{name} is shadowed by {planners[type(plugin)]}: the first plan wins, so its own is never used. "
+                    "Expected one of them in a chain; a plan can nest segments and give each block its own mode.",
+                    BlockhooksWarning,
+                    stacklevel=3,
+                )
 
     def _bind(self) -> dict[str, list[_Impl]]:
         ranked: dict[str, list[tuple[int, _Impl]]] = {}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockhooks import (
+    BlockhooksWarning,
     Checkpoint,
     HookChain,
     HookError,
@@ -225,7 +226,11 @@ def test_a_plugin_may_carry_what_it_reads():
 
 def test_two_checkpoints_nest_as_the_first_plans():
     blocks, calls = count(2)
-    apply_blocks(blocks, leaf(3), hooks=[Checkpoint(plan.every(2)), Checkpoint()]).sum().backward()
+    with pytest.warns(
+        BlockhooksWarning, match=r"hooks\[1\] \(Checkpoint\) is shadowed by hooks\[0\]"
+    ):
+        chain = HookChain([Checkpoint(plan.every(2)), Checkpoint()])
+    apply_blocks(blocks, leaf(3), hooks=chain).sum().backward()
     assert calls == [2, 2]
 
 
