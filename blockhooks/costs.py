@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from blockhooks.errors import BudgetError
+from blockhooks.errors import BlockhooksError, BudgetError
 from blockhooks.plan import Mode, Segment, check_plan
 
 __all__ = [
@@ -26,9 +26,12 @@ __all__ = [
     "ModeCosts",
     "Prediction",
     "budget_in_bytes",
+    "check_profile",
     "format_bytes",
     "format_table",
+    "load_json",
     "predict",
+    "save_json",
 ]
 
 
@@ -184,7 +187,7 @@ class ChainProfile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -193,7 +196,7 @@ class ChainProfile:
         Raises:
             BudgetError: If the file holds no profile.
         """
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_dict(load_json(path, BudgetError))
 
     def __str__(self) -> str:
         rows = [
@@ -225,6 +228,37 @@ class ChainProfile:
         return "\n".join([*about, *format_table(head, rows)])
 
 
+def save_json(path: str | Path, data: dict[str, Any]) -> None:
+    """Write plain data to a JSON file."""
+    Path(path).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def load_json(path: str | Path, error: type[BlockhooksError]) -> Any:
+    """Read what `save_json` wrote.
+
+    Raises:
+        BlockhooksError: `error`, if the file holds no JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as reason:
+        raise error(f"{path}: expected a JSON file that save() has written ({reason}).") from reason
+
+
+def check_profile(profile: Any, whose: str) -> ChainProfile:
+    """Check the costs that somebody gave as an argument; `whose` names the function.
+
+    Raises:
+        BudgetError: If they are no `ChainProfile`.
+    """
+    if not isinstance(profile, ChainProfile):
+        raise BudgetError(
+            f"{whose}(profile, ...) expected a ChainProfile, as blockhooks.budget.measure() gives it or "
+            f"ChainProfile.load() reads it; found {profile!r}."
+        )
+    return profile
+
+
 class Prediction(NamedTuple):
     """What a step costs under a plan.
 
@@ -242,8 +276,9 @@ def predict(profile: ChainProfile, segments: Iterable[Segment]) -> Prediction:
 
     Raises:
         PlanError: If the plan does not cover the profile's blocks.
+        BudgetError: If `profile` is none.
     """
-    ledger = _Ledger(profile.blocks)
+    ledger = _Ledger(check_profile(profile, "predict").blocks)
     marks, held = ledger.forward(check_plan(segments, len(profile)), 0, gaps=True)
     ledger.see(held + max(profile.tail_peak, profile.tail_forward + ledger.placed))
     ledger.backward(marks, gaps=True)

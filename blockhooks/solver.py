@@ -16,7 +16,6 @@ References:
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,9 +32,12 @@ from blockhooks.costs import (
     ChainProfile,
     Prediction,
     budget_in_bytes,
+    check_profile,
     format_bytes,
     format_table,
+    load_json,
     predict,
+    save_json,
 )
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import MAX_DEPTH, Mode, Segment, binomial, every, first
@@ -136,7 +138,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -145,7 +147,7 @@ class Plan:
         Raises:
             PlanError: If the file holds no plan.
         """
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_dict(load_json(path, PlanError))
 
     def __str__(self) -> str:
         rows: list[tuple[str, str]] = []
@@ -177,9 +179,9 @@ def solve(profile: ChainProfile, memory_budget: str | int | float) -> Plan:
 
     Raises:
         BudgetError: If no plan keeps the budget; the message names the least that one can, and the error has it as
-            ``floor`` (bytes) and ``plan``. Also if the budget is not one.
+            ``floor`` (bytes) and ``plan``. Also if the budget or the profile is not one.
     """
-    return Solver(profile).solve(memory_budget)
+    return Solver(check_profile(profile, "solve")).solve(memory_budget)
 
 
 class Solver:

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from blockhooks import plan as plans
-from blockhooks.costs import ChainProfile, format_bytes, format_table
-from blockhooks.errors import import_extra
+from blockhooks.costs import ChainProfile, check_profile, format_bytes, format_table
+from blockhooks.errors import BudgetError, import_extra
 from blockhooks.plan import PlanFunction
 from blockhooks.solver import Plan, Solver
 
 __all__ = ["Pareto", "Point", "pareto"]
 
 BUDGETS: Final = 32
+# Where the name of a point may stand, in points from it, the first choice first; and the side that is there.
+NAME_AT: Final = tuple(
+    (4 * right, up * distance, "left" if right > 0 else "right", "bottom" if up > 0 else "top")
+    for distance in (4, 14, 24)
+    for right in (1, -1)
+    for up in (1, -1)
+)
 
 
 class Point(NamedTuple):
@@ -70,10 +77,21 @@ class Pareto:
             chosen: A plan to mark.
 
         Raises:
+            BudgetError: If `chosen` is no plan, or the suffix of `path` no format.
             MissingExtraError: If matplotlib is not installed.
         """
+        if chosen is not None and not isinstance(chosen, Plan):
+            raise BudgetError(
+                f"plot(chosen=...) expected a Plan, as blockhooks.budget.solve() gives it; found {chosen!r}."
+            )
         figures = import_extra("matplotlib.figure", "demo", "drawing a Pareto curve")
         figure = figures.Figure(figsize=(7.5, 4.8), layout="constrained")
+        formats = figure.canvas.get_supported_filetypes()
+        suffix = Path(path).suffix[1:].lower()
+        if suffix not in formats:
+            raise BudgetError(
+                f"plot(path) expected a file whose suffix is one of {', '.join(formats)}; found {str(path)!r}."
+            )
         axes = figure.add_subplot()
         curve = [point.plan for point in self.points]
         axes.step(
@@ -83,12 +101,10 @@ class Pareto:
             color="tab:blue",
             label="best plan for each budget",
         )
-        for index, (name, plan) in enumerate(self.heuristics):
-            x, y = 100 * plan.share, 100 * (plan.slowdown - 1)
-            axes.plot(x, y, "o", color="tab:gray", label="plans by rule" if index == 0 else None)
-            axes.annotate(
-                name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8, color="dimgray"
-            )
+        rules = [(name, 100 * p.share, 100 * (p.slowdown - 1)) for name, p in self.heuristics]
+        if rules:
+            _, x, y = zip(*rules, strict=True)
+            axes.plot(x, y, "o", color="tab:gray", label="plans by rule")
         if chosen is not None:
             axes.plot(
                 100 * chosen.share,
@@ -103,8 +119,35 @@ class Pareto:
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+        _name(axes, rules)
         figure.savefig(path, dpi=150)
+
+
+def _name(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write the name of each point beside it, where it covers no other point or name."""
+    axes.figure.draw_without_rendering()  # only then is it known where things are
+    places = [axes.transData.transform((x, y)) for _, x, y in points]
+    taken: list[Any] = []
+
+    def free(box: Any) -> bool:
+        inside = all(axes.bbox.contains(*corner) for corner in box.corners())
+        return (
+            inside
+            and not any(box.padded(5).contains(*place) for place in places)  # half a dot
+            and not any(map(box.overlaps, taken))
+        )
+
+    for name, x, y in points:
+        text = axes.annotate(
+            name, (x, y), (0, 0), textcoords="offset points", fontsize=8, color="dimgray"
+        )
+        for dx, dy, side, end in NAME_AT:
+            text.xyann = (dx, dy)
+            text.set(ha=side, va=end)
+            if free(text.get_window_extent()):
+                break
+        taken.append(text.get_window_extent())
 
 
 def pareto(profile: ChainProfile) -> Pareto:
@@ -112,8 +155,11 @@ def pareto(profile: ChainProfile) -> Pareto:
 
     Args:
         profile: What the blocks cost.
+
+    Raises:
+        BudgetError: If `profile` is none.
     """
-    solver = Solver(profile)
+    solver = Solver(check_profile(profile, "pareto"))
     floor, plain = solver.floor.peak, solver.plain.peak
     budgets = sorted(
         {floor + (plain - floor) * step // (BUDGETS - 1) for step in range(BUDGETS)}

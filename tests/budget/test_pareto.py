@@ -1,11 +1,15 @@
 """The Pareto curve goes from the least memory to the plain loop, and no plan by rule lies below it."""
 
 import json
+from itertools import combinations
 
 import pytest
+from matplotlib.figure import Figure
 
-from blockhooks.budget import Plan, pareto, solve
+from blockhooks import BudgetError, PlanError
+from blockhooks.budget import Plan, pareto, predict, solve
 from blockhooks.costs import ChainProfile
+from blockhooks.plan import every
 from blockhooks.solver import Solver
 from tests.budget.chains import random_profile
 
@@ -64,3 +68,45 @@ def test_a_chain_without_blocks_has_one_point():
 
     assert [point.memory for point in curve.points] == [0]
     assert curve.heuristics == ()
+
+
+def test_names_of_points_cover_neither_points_nor_each_other(monkeypatch, tmp_path):
+    """Over four blocks every(2) and sqrt() are one point; over 48, five rules lie close together."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    for n in (2, 4, 8, 48):
+        pareto(random_profile(n, n, modes=True)).plot(tmp_path / "p.png")
+        (axes,) = drawn.pop().axes
+        (dots,) = [line for line in axes.lines if line.get_marker() == "o"]
+        points = axes.transData.transform(dots.get_xydata())
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == len(points)
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+        assert not any(box.contains(*point) for box in boxes for point in points)
+        assert all(axes.bbox.contains(*corner) for box in boxes for corner in box.corners())
+
+
+def test_arguments_are_checked(profile, tmp_path):
+    for function in (pareto, lambda given: solve(given, 0.5), lambda given: predict(given, ())):
+        with pytest.raises(
+            BudgetError, match=r"\(profile, ...\) expected a ChainProfile, .* found 3"
+        ):
+            function(3)
+    curve = pareto(profile)
+    with pytest.raises(
+        BudgetError, match=r"plot\(chosen=...\) expected a Plan, .* found every\(2\)"
+    ):
+        curve.plot(tmp_path / "p.png", every(2))
+    with pytest.raises(
+        BudgetError, match=r"plot\(path\) expected a file whose suffix is one of .*png"
+    ):
+        curve.plot(tmp_path / "p.xyz")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Plan, PlanError), (ChainProfile, BudgetError)])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_file_that_holds_something_else_is_told(kind, error, text, tmp_path):
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(error, match="expected a"):
+        kind.load(tmp_path / "file.json")
