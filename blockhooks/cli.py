@@ -10,6 +10,7 @@ import ast
 import importlib
 import json
 import platform
+import re
 import runpy
 import traceback
 from collections.abc import Iterator
@@ -73,12 +74,9 @@ Config = Annotated[
     list[str] | None,
     typer.Option(help="A setting of the architecture, key=value (hf:); repeatable."),
 ]
-Plan = Annotated[
-    str | None,
-    typer.Option(
-        help="Checkpoint by a plan function, such as every(1), first(4), tree(2) or sqrt()."
-    ),
-]
+PLAN = typer.Option(
+    help="Checkpoint by a plan function, such as every(1), first(4), tree(2) or sqrt()."
+)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -135,7 +133,7 @@ def demo(
 def profile(
     target: TargetName,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after one to warm up.")] = 3,
-    plan: Plan = None,
+    plan: Annotated[str | None, PLAN] = None,
     batch: Batch = 2,
     seq: Seq = 128,
     config: Config = None,
@@ -185,11 +183,11 @@ def plan(
     TARGET may also be a file that --save has written, so that one machine can plan for another.
     Exits with 1 if no plan keeps the budget.
     """
+    given = parse_budget(memory_budget)
+    budget_in_bytes(given, plain_peak=0)  # whether it is one, before anything is measured
     measured = measure(target, batch, seq, config)
     if save is not None:
         measured.save(save)
-    given = parse_budget(memory_budget)
-    budget_in_bytes(given, measured.plain.peak)
     try:
         found = budget.solve(measured, given)
     except BudgetError as error:
@@ -206,7 +204,7 @@ def plan(
 @app.command(epilog="Example: blockhooks verify my_model.py:build --plan 'every(2)'")
 def verify(
     target: TargetName,
-    plan: Plan = "every(1)",
+    plan: Annotated[str, PLAN] = "every(1)",
     batch: Batch = 2,
     seq: Seq = 128,
     config: Config = None,
@@ -216,7 +214,7 @@ def verify(
 
     Loss, outputs, gradients, buffers, attributes and random generators. Exits with 1 if a single bit differs.
     """
-    checkpoint = Checkpoint(parse_plan(plan or "every(1)"))
+    checkpoint = Checkpoint(parse_plan(plan))
     loaded = load(target, batch, seq, config)
     with progress.status("comparing steps"), users_code(f"a step of {target}"):
         found = run_verify(loaded.model, loaded.kwargs or loaded.args, [checkpoint])
@@ -318,22 +316,17 @@ def parse_plan(text: str) -> PlanFunction:
         for name in plans.__all__
         if name in ("every", "sqrt", "tree", "binomial", "first", "blocks")
     ]
+    expected = f"--plan: expected one of {', '.join(names)} with its numbers, as in 'every(2)', found {text!r}"
+    match = re.fullmatch(rf"\s*({'|'.join(names)})\s*\((.*)\)\s*", text)
+    if match is None:
+        raise PlanError(expected)
     try:
-        call = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        call = None
-    if (
-        not isinstance(call, ast.Call)
-        or not isinstance(call.func, ast.Name)
-        or call.func.id not in names
-    ):
-        raise PlanError(
-            f"--plan: expected one of {', '.join(names)} with its numbers, as in 'every(2)', found {text!r}"
-        )
-    try:
-        made: PlanFunction = getattr(plans, call.func.id)(*map(ast.literal_eval, call.args))
-    except (TypeError, ValueError) as error:
+        numbers = ast.literal_eval(f"[{match[2]}]")
+        made: PlanFunction = getattr(plans, match[1])(*numbers)
+    except PlanError as error:
         raise PlanError(f"--plan: {text!r}: {error}") from error
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise PlanError(f"{expected} ({error})") from error
     return made
 
 
@@ -378,6 +371,6 @@ def main() -> None:
             show_users_traceback(error.__cause__)
         typer.echo(f"blockhooks: {error}", err=True)
         raise SystemExit(YOURS) from None
-    except BlockhooksError as error:
+    except (BlockhooksError, OSError) as error:  # a file that cannot be read or written
         typer.echo(f"blockhooks: {error}", err=True)
         raise SystemExit(USAGE) from None

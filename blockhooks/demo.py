@@ -217,15 +217,13 @@ def make_model(options: Options) -> nn.Module:
     if options.model == "gpt":
         return GPT(options.layers, options.width, options.seq)
     heads, side = options.width // HEAD_WIDTH, isqrt(options.seq)
-    common = {
-        "vocab_size": 256,
+    blocks = {
         "hidden_size": options.width,
         "intermediate_size": 4 * options.width,
         "num_hidden_layers": options.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": options.seq,
     }
+    text = blocks | {"vocab_size": 256, "max_position_embeddings": options.seq}
     settings: dict[str, dict[str, int]] = {
         "gpt2": {
             "vocab_size": 256,
@@ -234,9 +232,9 @@ def make_model(options: Options) -> nn.Module:
             "n_head": heads,
             "n_positions": options.seq,
         },
-        "llama": common,
-        "bert": common,
-        "vit": common
+        "llama": text | {"num_key_value_heads": heads},
+        "bert": text,
+        "vit": blocks
         | {
             "image_size": side,
             "patch_size": max(1, side // 8),
@@ -454,10 +452,14 @@ def clock(tensor: Tensor) -> int:
     return time.perf_counter_ns()
 
 
+def step_time(way: Way) -> float:
+    """Return the median time of a way's steps, in seconds; the first step warms up."""
+    return statistics.median(step.seconds for step in way.steps[1:] or way.steps)
+
+
 def time_ratio(way: Way, first: Way) -> float:
-    """Return the median over the steps of a way's time by the first way's; the first step warms up."""
-    pairs = list(zip(way.steps, first.steps, strict=True))
-    return statistics.median(a.seconds / b.seconds for a, b in pairs[1:] or pairs)
+    """Return the median time of a way's steps by that of the first way's."""
+    return step_time(way) / step_time(first)
 
 
 def bit_equal(way: Way, first: Way) -> bool:
@@ -527,12 +529,11 @@ def summary_table(ways: Sequence[Way]) -> Table:
         table.add_column(heading, justify="right")
     first = ways[0]
     for way in ways:
-        median = statistics.median(step.seconds for step in way.steps)
         table.add_row(
             way.name,
             f"{way.timeline.peak / MIB:.1f} MiB",
             f"{way.timeline.peak / first.timeline.peak:.0%}",
-            f"{median * 1e3:.0f} ms",
+            f"{step_time(way) * 1e3:.0f} ms",
             f"{time_ratio(way, first):.2f}",
             "" if way is first else "yes" if bit_equal(way, first) else "NO",
         )

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import os
@@ -194,7 +195,7 @@ def build_model(kind: str, settings: dict[str, Any]) -> Any:
         settings: What its configuration shall have other than by default.
 
     Raises:
-        TargetError: If there is no such type, or it does not fit into this machine's memory.
+        TargetError: If there is no such type or setting, or it does not fit into this machine's memory.
         MissingExtraError: If transformers is not installed.
     """
     transformers = import_extra("transformers", "hf", f"hf:{kind}")
@@ -204,7 +205,7 @@ def build_model(kind: str, settings: dict[str, Any]) -> Any:
             f"transformers {transformers.__version__} has no model type {kind!r}"
             + (f"; did you mean {', '.join(close)}?" if close else "")
         )
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = _configured(transformers.AutoConfig, kind, settings)
     head = next(
         getattr(transformers, name)
         for name in HEADS
@@ -212,6 +213,22 @@ def build_model(kind: str, settings: dict[str, Any]) -> Any:
     )
     _refuse_what_does_not_fit(head, config, kind)
     return head.from_config(config).train()
+
+
+def _configured(configs: Any, kind: str, settings: dict[str, Any]) -> Any:
+    """Make a configuration; transformers itself takes settings of any name."""
+    known = configs.for_model(kind)
+    for name in settings:
+        if not hasattr(known, name):
+            close = difflib.get_close_matches(name, known.to_dict(), n=3)
+            raise TargetError(
+                f"--config: {kind} has no setting {name!r}"
+                + (f"; did you mean {' or '.join(close)}?" if close else "")
+            )
+    try:
+        return configs.for_model(kind, **settings)
+    except Exception as error:
+        raise TargetError(f"--config: {kind} cannot be set up so: {error}") from error
 
 
 def _refuse_what_does_not_fit(head: Any, config: Any, kind: str) -> None:

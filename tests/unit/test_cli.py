@@ -155,6 +155,18 @@ def test_profile_of_an_architecture_of_transformers(call):
         (["users_code:positional", "--plan", "some"], "--plan: expected one of .* found 'some'"),
         (["hf:no-such-type"], "has no model type 'no-such-type'"),
         (["hf:gpt2", "--config", "n_layer"], "--config: expected key=value, found 'n_layer'"),
+        (
+            ["users_code:positional", "--plan", "every(x)"],
+            "--plan: expected one of .*'every\\(x\\)'",
+        ),
+        (["users_code:positional", "--plan", "every()"], "--plan: expected one of .*every\\(\\)"),
+        (["users_code:positional", "--plan", "every(2"], "--plan: expected one of .*'every\\(2'"),
+        (["users_code:positional", "--plan", "every(blocks=2)"], "--plan: expected one of"),
+        (["users_code:positional", "--plan", ""], "--plan: expected one of .* found ''"),
+        (["users_code:positional", "--trace", "missing/t.json"], "No such file .*missing/t.json"),
+        (["hf:gpt2", "--config", "n_layers=2"], "no setting 'n_layers'; did you mean n_layer"),
+        (["hf:gpt2", "--config", "zzz=2"], "--config: gpt2 has no setting 'zzz'$"),
+        (["hf:gpt2", "--config", "n_layer=two"], "--config: gpt2 cannot be set up so: .*n_layer"),
         (["hf:llama", "--config", "hidden_size=1048576"], "has weights of .* Make it smaller"),
     ],
 )
@@ -208,6 +220,29 @@ def test_a_budget_that_no_plan_keeps_is_exit_code_1(call):
     code, _, err = call("plan", "users_code:positional", "--memory-budget", "1")
     assert code == 1
     assert "budget" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json"], "No such file or directory: 'missing.json'"),
+        (["broken.json"], "broken.json: expected a JSON file"),
+        (
+            ["users_code:positional", "--memory-budget", "1.0", "--picture", "p.xyz"],
+            "suffix is one of",
+        ),
+        (
+            ["users_code:positional", "--memory-budget", "1.0", "--save", "missing/c.json"],
+            "No such",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_exit_code_2(call, tmp_path, arguments, message):
+    (tmp_path / "broken.json").write_text("{")
+    code, _, err = call("plan", *arguments)
+    assert code == 2
+    assert "Traceback" not in err
+    assert message in err
 
 
 def test_a_budget_that_is_none_is_exit_code_2(call):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,3 +132,14 @@ def test_times_belong_to_phases():
         "recompute",
         "backward",
     ]
+
+
+def test_the_ratio_is_that_of_the_times_that_are_shown():
+    """By medians over all steps but the first, which warms up."""
+    plain, other = (demo.Way(name, demo.Options(), None) for name in ("plain", "other"))
+    plain.steps = [SimpleNamespace(seconds=s) for s in (90.0, 2.0, 9.0, 4.0)]
+    other.steps = [SimpleNamespace(seconds=s) for s in (1.0, 6.0, 5.0, 70.0)]
+    assert (demo.step_time(plain), demo.step_time(other)) == (4.0, 6.0)
+    assert demo.time_ratio(other, plain) == 1.5
+    plain.steps = plain.steps[:1]
+    assert demo.step_time(plain) == 90.0
