@@ -140,7 +140,7 @@ def _implementations(plugin: object, name: str) -> tuple[_Found, ...]:
         if not found:
             raise HookError(
                 f"{name} implements no hook of blockhooks. Expected an object with methods marked @hookimpl, named as "
-                f"one of {', '.join(HOOKS)}; found a {type(plugin).__name__}."
+                f"one of {', '.join(HOOKS)}; found {plugin!r}."
             )
         if by_class:
             _found_by_class[type(plugin)] = found
@@ -344,7 +344,8 @@ class HookChain:
 
     def __init__(self, plugins: object = (), *, without: Iterable[str] = ()) -> None:
         given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-        without = (without,) if isinstance(without, str) else tuple(without)
+        if isinstance(without, str):
+            without = (without,)
         names = [f"hooks[{i}] ({type(plugin).__name__})" for i, plugin in enumerate(given)]
         for i, plugin in enumerate(given):
             for j in range(i):
@@ -356,10 +357,15 @@ class HookChain:
             if isinstance(plugin, type):
                 names[i] = f"hooks[{i}]"
         defaults = {factory.__name__: factory for factory in DEFAULT_HOOKS}
+        if not isinstance(without, Iterable):
+            raise HookError(
+                f"without={without!r}: expected names of default plugins, such as ['RNGSnapshot']."
+            )
+        without = tuple(without)
         for name in without:
-            if name not in defaults:
+            if not isinstance(name, str) or name not in defaults:
                 raise HookError(
-                    f"without={name!r} names no default plugin;{_suggest(name, defaults)}"
+                    f"without={name!r} names no default plugin;{_suggest(str(name), defaults)}"
                 )
         for name, factory in defaults.items():
             if name not in without and not any(isinstance(plugin, factory) for plugin in given):

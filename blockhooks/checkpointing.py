@@ -76,7 +76,7 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        HookError: If `use_reentrant` is true, or an argument is an iterator.
+        HookError: If `function` is no callable, `use_reentrant` is true, or an argument is an iterator.
         ValueError: If `determinism_check` is neither of the two, or `debug` comes with a `context_fn`.
         RecomputeError: In the backward, if the function was not executed as in the forward.
 
@@ -87,9 +87,9 @@ def checkpoint(
     """
     if use_reentrant:
         raise HookError(
-            "checkpoint(use_reentrant=True): expected False; it is only supported when use_reentrant=False. The reentrant "
-            "way runs the forward without a graph, loses keyword and nested tensors, and cannot keep gradients the same; "
-            "leave the argument out."
+            f"checkpoint(use_reentrant={use_reentrant!r}): expected False; it is only supported when use_reentrant=False. "
+            "The reentrant way runs the forward without a graph, loses keyword and nested tensors, and cannot keep "
+            "gradients the same; leave the argument out."
         )
     options = _Options(
         preserve_rng_state,
@@ -106,7 +106,8 @@ def checkpoint(
                 "alone; the function's arguments belong to its call."
             )
         return functools.partial(_decorated, options)
-    assert function is not None
+    if not callable(function):
+        raise HookError(f"checkpoint(function, ...) expected a callable, found {function!r}.")
     return _call(function, args, kwargs, options)
 
 
@@ -138,7 +139,7 @@ def _run(
     debug, context_fn = _debug(options), options.context_fn
     if context_fn is torch_checkpoint.noop_context_fn:
         context_fn = None
-    if options.determinism_check not in _CHECKS:
+    if options.determinism_check not in list(_CHECKS):
         raise ValueError(
             f"checkpoint: determinism_check should be one of {list(_CHECKS)}, but got {options.determinism_check!r}."
         )

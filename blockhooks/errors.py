@@ -35,6 +35,7 @@ __all__ = [
     "PlanError",
     "RecomputeError",
     "check_count",
+    "check_flag",
     "import_extra",
 ]
 
@@ -48,7 +49,7 @@ class PlanError(BlockhooksError, ValueError):
 
 
 class HookError(BlockhooksError, TypeError):
-    """A plugin is not one, implements no hook of blockhooks, or a hook returned what it must not."""
+    """A plugin is not one, implements no hook, was given an option that does not fit, or a hook returned what it must not."""
 
 
 class RecomputeError(BlockhooksError, CheckpointError):
@@ -105,6 +106,21 @@ def check_count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
         raise HookError(f"{name} expected an integer of at least 0, found {value!r}.")
     return operator.index(value)
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """Check a switch that somebody gave as an argument.
+
+    Args:
+        value: The switch.
+        name: The argument, as in ``"Checkpoint(early_stop=...)"``.
+
+    Raises:
+        HookError: If it is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise HookError(f"{name} expected True or False, found {value!r}.")
+    return value
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:

@@ -12,6 +12,7 @@ from torch import nn
 from blockhooks.apply import apply_blocks
 from blockhooks.calls import call_block
 from blockhooks.chain import HookChain, Hooks
+from blockhooks.errors import HookError
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.lowering import lower, may_recompute, traced_checkpoint
 from blockhooks.run import Hidden, Run
@@ -85,7 +86,7 @@ class HookedBlock(nn.Module):
     def __new__(cls, block: nn.Module, *args: Any, **kwargs: Any) -> HookedBlock:
         """Make an instance of a class that is both ours and the block's."""
         if not isinstance(block, nn.Module):
-            raise TypeError(
+            raise HookError(
                 f"{cls.__name__}(block) expected an nn.Module, found {block!r}; run plain callables with apply_blocks."
             )
         while isinstance(block, HookedBlock):

@@ -78,7 +78,9 @@ class Segment:
             raise PlanError(
                 f"segment {self} has mode {self.mode!r}; the modes are {', '.join(map(repr, MODES))}."
             )
-        object.__setattr__(self, "children", tuple(self.children))
+        object.__setattr__(
+            self, "children", _segments(self.children, f"children of segment {self}")
+        )
         if self.children:
             _check_cover(self.children, self.start, self.stop, f"segment {self}")
 
@@ -285,6 +287,10 @@ def blocks(indices: Iterable[SupportsIndex]) -> PlanFunction:
     Raises:
         PlanError: If an index is no integer, or, when the plan is made, no block of the run.
     """
+    if not isinstance(indices, Iterable):
+        raise PlanError(
+            f"indices of blocks(indices) must be a sequence of integers, such as [0, 3], found {indices!r}."
+        )
     return _NamedPlan(
         _blocks, (tuple(_integer(i, "an index of blocks(indices)") for i in indices),)
     )
@@ -335,10 +341,19 @@ def check_plan(segments: Iterable[Segment], n: int, by: str = "") -> tuple[Segme
         PlanError: If they do not; the message names the blocks concerned.
     """
     plan = f"plan by {by}" if by else "plan"
+    segments = _segments(segments, plan)
+    _check_cover(segments, 0, _integer(n, "the number of blocks", 0), plan)
+    return segments
+
+
+def _segments(segments: Iterable[Segment], whose: str) -> tuple[Segment, ...]:
+    """Check that something is a sequence of segments; `whose` names it."""
     if isinstance(segments, Segment) or not isinstance(segments, Iterable):
-        raise PlanError(f"{plan} is {segments!r}; expected a sequence of Segment.")
+        raise PlanError(f"{whose}: expected a sequence of Segment, found {segments!r}.")
     segments = tuple(segments)
-    _check_cover(segments, 0, n, plan)
+    for segment in segments:
+        if not isinstance(segment, Segment):
+            raise PlanError(f"{whose}: expected a sequence of Segment, found {segment!r} in it.")
     return segments
 
 
@@ -346,8 +361,6 @@ def _check_cover(segments: tuple[Segment, ...], start: int, stop: int, plan: str
     """Check that segments cover blocks ``start..stop`` in order; `plan` names whose they are."""
     where, before = start, f"the start of {start}..{stop}"
     for segment in segments:
-        if not isinstance(segment, Segment):
-            raise PlanError(f"{plan} contains {segment!r}; expected a Segment.")
         if segment.stop > stop:
             raise PlanError(
                 f"{plan} reaches beyond the end: segment {segment} ends at {segment.stop}, "
@@ -378,8 +391,10 @@ def _in_none(start: int, stop: int) -> str:
 def _integer(value: SupportsIndex, what: str, least: int | None = None) -> int:
     try:
         number = operator.index(value)
-    except TypeError as error:
-        raise PlanError(f"{what} must be an integer, found {value!r}.") from error
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise PlanError(f"{what} must be an integer, found {value!r}.")
     if least is not None and number < least:
         raise PlanError(f"{what} must be at least {least}, found {number}.")
     return number
@@ -478,6 +493,7 @@ def simulate(
             )
         plan = plan(n)
     elif n is None:
+        plan = _segments(plan, "plan")
         n = plan[-1].stop if plan else 0
     segments = check_plan(plan, n)
     machine = _Machine(n, early_stop)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockhooks.errors import HookError
+
 __all__ = ["RECIPES", "Recipe", "recipe"]
 
 aten = torch.ops.aten
@@ -60,9 +62,19 @@ def recipe(
         node: The name of autograd's node, such as ``"GeluBackward0"``.
         *tensors: See `Recipe`.
         constants: See `Recipe`.
+
+    Raises:
+        HookError: If a name is no text, or what is entered is no function.
     """
+    for name in (node, *tensors, *constants):
+        if not isinstance(name, str):
+            raise HookError(
+                f"recipe(node, *tensors, constants=...) expected names, found {name!r}."
+            )
 
     def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if not callable(function):
+            raise HookError(f"recipe({node!r}, ...) expected a function, found {function!r}.")
         RECIPES[node] = Recipe(function, tensors, tuple(constants))
         return function
 

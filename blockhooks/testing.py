@@ -22,7 +22,7 @@ import gc
 import itertools
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from blockhooks import memory
 from blockhooks.apply import apply_blocks
 from blockhooks.chain import HookChain, Hooks
-from blockhooks.errors import AttachError, HookError, PlanError, import_extra
+from blockhooks.errors import AttachError, HookError, PlanError, check_count, import_extra
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hookspecs import hookimpl
 from blockhooks.models import attach
@@ -119,10 +119,16 @@ def assert_repeatable(
 
     Raises:
         AssertionError: If something differs. Tells in which chain, what, where, and the first values.
+        HookError: If the hooks make no chain, there is no block, or blocks are given without inputs.
     """
     given = _plugins(hooks)
     if blocks is None:
         blocks, inputs = _example(seed)
+    elif inputs is None:
+        raise HookError(
+            "assert_repeatable(hooks, blocks) has no inputs for the blocks; expected both, as in "
+            "assert_repeatable(hooks, blocks, x), or neither."
+        )
     bench = _Bench(blocks, inputs, loss, seed)
     with _generators_kept():
         alone = _Way(given, 1)
@@ -165,6 +171,7 @@ def _plans_itself(hooks: Any) -> bool:
 
 
 def _ways(given: Any, trials: int, seed: int) -> Iterator[_Way]:
+    check_count(trials, "trials")
     yield _Way(given, 1)
     if isinstance(given, HookChain) or _plans_itself(given):
         yield _Way(given, 2)
@@ -221,7 +228,13 @@ class _Bench:
         self.is_model = isinstance(blocks, nn.Module) and not isinstance(
             blocks, nn.ModuleList | nn.Sequential
         )
-        self.blocks = blocks if self.is_model else list(blocks)
+        if not self.is_model:
+            blocks = list(blocks) if isinstance(blocks, Iterable) else blocks
+            if not isinstance(blocks, list) or not blocks:
+                raise HookError(
+                    f"expected a model, or a sequence of at least one block; found {blocks!r}."
+                )
+        self.blocks = blocks
         self.inputs, self.loss, self.seed = inputs, loss or _default_loss, seed
         self.references: dict[tuple[Any, int], _Record] = {}
 

@@ -18,9 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from blockhooks import memory
 from blockhooks.chain import Hooks
+from blockhooks.errors import HookError, check_count
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.models import AttachReport, attach
-from blockhooks.models.find import Blocks, rngs_kept
+from blockhooks.models.find import Blocks, check_model, rngs_kept
 from blockhooks.recompute import is_recomputing
 from blockhooks.report.table import size
 from blockhooks.structure import MODULE_INTERNALS
@@ -175,9 +176,14 @@ def verify(
         seed: For all random generators, at the beginning of each step.
 
     Raises:
-        AttachError: If no blocks are found.
-        ValueError: If there is nothing to differentiate.
+        AttachError: If `model` is none, or no blocks are found.
+        HookError: If something in `hooks` is no plugin, `loss` is no function, or `seed` no integer of at least 0.
+        ValueError: If there is nothing to differentiate, or `loss` makes something else than a scalar.
     """
+    check_model(model, "verify")
+    if loss is not None and not callable(loss):
+        raise HookError(f"verify(loss=...) expected a function of the output, found {loss!r}.")
+    check_count(seed, "verify(seed=...)")
     chain = [Checkpoint()] if hooks is None else hooks
     bench = _Bench(model, inputs, loss or _default_loss, seed)
     with _rngs_kept(bench.rngs):
@@ -238,6 +244,10 @@ class _Bench:
         began = _now(model)
         output = model(*args, **kwargs)
         value = self.loss(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(
+                f"verify(loss=...) expected a function that makes a scalar tensor of the output; it gave {value!r}."
+            )
         value.backward()  # type: ignore[no-untyped-call]
         seconds = _now(model) - began
         return _record(model, output, value, (args, kwargs)), seconds

@@ -46,7 +46,7 @@ def measure(
 
     Raises:
         AttachError: If a model has no repeated blocks.
-        BudgetError: If not every block was called, so that there is no profile.
+        BudgetError: If there is no block, or not every block was called, so that there is no profile.
     """
     checkpoint = Checkpoint(memory_budget=1.0)
     assert checkpoint.planner is not None
@@ -54,7 +54,12 @@ def measure(
     model = isinstance(blocks_or_model, nn.Module) and not isinstance(
         blocks_or_model, (nn.ModuleList, nn.Sequential)
     )
-    blocks: Any = blocks_or_model if model else tuple(blocks_or_model)  # type: ignore[arg-type]
+    iterable = isinstance(blocks_or_model, Iterable)
+    blocks: Any = blocks_or_model if model or not iterable else tuple(blocks_or_model)  # type: ignore[arg-type]
+    if not model and not (iterable and blocks):
+        raise BudgetError(
+            f"measure(blocks_or_model, ...) expected a model, or a sequence of at least one block; found {blocks_or_model!r}."
+        )
     untouched = partial(_untouched, (blocks,) if model else blocks, inputs, kwargs)
     for _ in range(
         2

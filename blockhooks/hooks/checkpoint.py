@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, Final
 
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from blockhooks.errors import HookError, PlanError
+from blockhooks.errors import HookError, PlanError, check_flag
 from blockhooks.hookspecs import hookimpl
 from blockhooks.offloading import Offloader
 from blockhooks.plan import PlanFunction, Segment, every
@@ -47,8 +47,8 @@ class Checkpoint:
 
     Raises:
         PlanError: If `plan` is not a plan function, or a budget is given together with `plan` or `save`.
-        HookError: If `check` is none of the three.
-        ValueError: If `save` lists something that is no operator overload.
+        HookError: If `check` is none of the three, `early_stop` is no bool, or `save` is neither a policy function nor
+            a list of operator overloads.
         BudgetError: If `memory_budget` is no budget; or, in the first step, if no plan keeps it.
 
     Note:
@@ -86,11 +86,9 @@ class Checkpoint:
                 f"Checkpoint(check={check!r}): expected one of {', '.join(map(repr, CHECKS))}."
             )
         self.plan = every(1) if plan is None else plan
-        if save is not None and not callable(save):
-            save = list(save)
-            # Its checks of the operators, at once.
-            create_selective_checkpoint_contexts(save)  # type: ignore[no-untyped-call]
-        self.save, self.early_stop, self.check = save, early_stop, check
+        self.save = None if save is None else _saved(save)
+        self.early_stop = check_flag(early_stop, "Checkpoint(early_stop=...)")
+        self.check = check
         self._rebuilder = Rebuilder(SELECTIVE_MIN_BYTES)
         self.planner = (
             None
@@ -162,3 +160,22 @@ class Checkpoint:
         if self.planner is not None:
             return f"Checkpoint(memory_budget={self.planner.memory_budget!r})"
         return f"Checkpoint({self.plan!r})"
+
+
+def _saved(save: Any) -> list[OpOverload] | Callable[..., Any]:
+    """Check what `save` names: operators, or a policy function.
+
+    Raises:
+        HookError: If it is neither.
+    """
+    if not isinstance(save, (OpOverload, OpOverloadPacket, type)):  # callable too, but no policies
+        if callable(save):
+            policy: Callable[..., Any] = save
+            return policy
+        operators = list(save) if isinstance(save, Iterable) else [save]
+        if all(isinstance(operator, OpOverload) for operator in operators):
+            return operators
+    raise HookError(
+        "Checkpoint(save=...) expected a list of operator overloads such as [torch.ops.aten.mm.default], or a policy "
+        f"function; found {save!r}."
+    )

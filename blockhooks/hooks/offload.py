@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,9 +55,11 @@ class Offload:
     ) -> None:
         if to not in get_args(To):
             raise HookError(f"Offload(to={to!r}): expected 'cpu' or 'disk'.")
-        for name, nbytes in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
-            if nbytes is not None:
-                check_count(nbytes, f"Offload({name}=...)")
+        min_bytes = check_count(min_bytes, "Offload(min_bytes=...)")
+        if max_bytes is not None:
+            max_bytes = check_count(max_bytes, "Offload(max_bytes=...)")
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise HookError(f"Offload(directory=...) expected a path, found {directory!r}.")
         if directory is not None and to != "disk":
             raise HookError(
                 f"Offload(directory={directory!r}): expected to='disk' with it, found to={to!r}."

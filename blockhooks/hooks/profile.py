@@ -22,7 +22,7 @@ from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_leaves
 
 from blockhooks import memory
-from blockhooks.errors import BlockhooksError
+from blockhooks.errors import BlockhooksError, HookError, check_flag
 from blockhooks.hookspecs import hookimpl
 from blockhooks.report import table as tables
 from blockhooks.report.figures import BlockStep, Figures, compare, scalars
@@ -83,6 +83,9 @@ class Profile:
             torch's profiler and NVTX show.
         live: Show blocks as a heat strip while training, refreshed at most four times a second; needs rich.
 
+    Raises:
+        HookError: If an argument is none of these.
+
     Side: outside (the run) and inside, in the forward and in each recompute. Keeps no tensor (R8).
 
     Note:
@@ -104,6 +107,8 @@ class Profile:
             "ranges": ranges,
             "live": live,
         }
+        for option in ("flops", "ranges", "live"):
+            check_flag(self._options[option], f"Profile({option}=...)")
         self._schedule = _schedule(schedule)
         self._flops = flops
         if flops:
@@ -337,8 +342,11 @@ class Profile:
 
         Returns:
             ``"totals"`` for a step and ``"blocks"`` for those that both have, by name.
+
+        Raises:
+            HookError: If `other` is no `Profile`.
         """
-        return compare(self.to_dict(), other.to_dict())
+        return compare(self.to_dict(), _profile(other, "compare(other)").to_dict())
 
     def chrome_trace(self, path: str | Path) -> None:
         """Write the spans of the last steps as a trace that https://ui.perfetto.dev opens.
@@ -372,11 +380,22 @@ class Profile:
             plan: The plan in use, to be marked on that curve; such as ``checkpoint.planner.plans[0]``.
 
         Raises:
+            HookError: If `others`, `pareto` or `plan` is something else.
             MissingExtraError: If plotly is not installed.
         """
-        runs = {key: other.to_dict() for key, other in (others or {}).items()} | {
-            name: self.to_dict()
-        }
+        if others is not None and not isinstance(others, Mapping):
+            raise HookError(
+                f"report(others=...) expected profiles by name, as in {{'plain': profile}}; found {others!r}."
+            )
+        runs = {
+            key: _profile(other, f"report(others={{{key!r}: ...}})").to_dict()
+            for key, other in (others or {}).items()
+        } | {name: self.to_dict()}
+        for option, given, maker in (("pareto", pareto, "pareto"), ("plan", plan, "solve")):
+            if given is not None and not hasattr(given, "to_dict"):
+                raise HookError(
+                    f"report({option}=...) expected what blockhooks.budget.{maker} returns, found {given!r}."
+                )
         curve, today = (None if each is None else each.to_dict() for each in (pareto, plan))
         write_page(path, runs, curve, today)
 
@@ -582,15 +601,24 @@ def _labels(run: Run) -> tuple[str, ...]:
     return tuple(f"{index}: {name}" for index, name in enumerate(names))
 
 
+def _profile(other: Any, argument: str) -> Profile:
+    if not isinstance(other, Profile):
+        raise HookError(f"{argument} expected a Profile, found {other!r}.")
+    return other
+
+
 def _schedule(schedule: Schedule | int | None) -> Callable[[int], bool]:
     if schedule is None:
         return lambda number: True
-    if isinstance(schedule, int):
-        if schedule < 1:
-            raise ValueError(f"Profile(schedule={schedule}): every n-th step needs n of at least 1")
-        return lambda number: number % schedule == 0
-    recorded = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE, True)
-    return lambda number: schedule(number) in recorded
+    if callable(schedule) and not isinstance(schedule, type):
+        recorded = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE, True)
+        return lambda number: schedule(number) in recorded
+    if isinstance(schedule, bool) or not isinstance(schedule, int) or schedule < 1:
+        raise HookError(
+            "Profile(schedule=...) expected n of at least 1, to record every n-th step, or a function of the step's "
+            f"number such as torch.profiler.schedule(...); found {schedule!r}."
+        )
+    return lambda number: number % schedule == 0
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -39,10 +39,15 @@ class RNGSnapshot:
         generators: Further random generators to carry, that blocks reach in ways of their own.
 
     Raises:
-        HookError: If one of `generators` is no random generator.
+        HookError: If `generators` is no sequence, or one of them is no random generator.
     """
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
+        if is_rng(generators) or not isinstance(generators, Iterable):
+            raise HookError(
+                f"RNGSnapshot(generators=...) expected a sequence of random generators, found {generators!r}; write "
+                "RNGSnapshot([generator]) for a single one."
+            )
         self.generators = tuple(generators)
         for generator in self.generators:
             if not is_rng(generator):

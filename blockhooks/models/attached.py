@@ -21,6 +21,7 @@ from blockhooks.lowering import Lowered, lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
     Blocks,
     Stack,
+    check_model,
     count_calls,
     find_stacks,
     inner_stacks,
@@ -79,11 +80,7 @@ def attach(
     Note:
         Where a block of the stack is never called as a whole but its parts are, repeated parts are taken as blocks.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"attach(model, ...) expected an nn.Module, found {model!r}; run a list of blocks or functions with "
-            "apply_blocks."
-        )
+    check_model(model, "attach")
     chain = hooks if isinstance(hooks, HookChain) else HookChain(hooks)
     if blocks is None:
         outer = find_stacks(model, None if example is None else count_calls(model, example))

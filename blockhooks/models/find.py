@@ -29,6 +29,7 @@ from blockhooks.errors import AttachError
 __all__ = [
     "Blocks",
     "Stack",
+    "check_model",
     "count_calls",
     "find_stacks",
     "inner_stacks",
@@ -129,6 +130,19 @@ def count_calls(model: nn.Module, example: Any) -> Counter[str]:
     finally:
         watching.remove()
     return calls
+
+
+def check_model(model: object, whose: str) -> None:
+    """Check the model that somebody gave as an argument; `whose` names the function.
+
+    Raises:
+        AttachError: If it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"{whose}(model, ...) expected an nn.Module, found {model!r}; run a list of blocks or functions with "
+            "apply_blocks."
+        )
 
 
 @contextmanager
@@ -364,9 +378,9 @@ def _matches(model: nn.Module, wanted: Blocks, everything: list[Member]) -> dict
             return _opened({path: m for path, m in everything if path and m is wanted})
         case _ if callable(wanted):
             return {path: m for path, m in everything if path and runs(m) and wanted(path, m)}
-    raise TypeError(
-        f"blocks takes module paths, patterns, classes, modules or predicates; found {wanted!r}, "
-        f"a {type(wanted).__name__}."
+    raise AttachError(
+        "blocks expected module paths, patterns, classes, modules or predicates called with a path and a module; found "
+        f"{wanted!r}."
     )
 
 

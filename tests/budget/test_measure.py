@@ -174,3 +174,9 @@ def test_blocks_that_run_under_no_grad_are_measured_with_gradients():
         profile = measure(blocks, x)
     assert profile.plain.peak == pytest.approx(step(blocks, x)[0], rel=0.01)
     assert torch.equal(apply_blocks(blocks.eval(), x), apply_blocks(blocks.eval(), x, hooks=[]))
+
+
+@pytest.mark.parametrize("blocks", [None, 3, [], Model], ids=str)
+def test_without_any_block_nothing_is_measured(blocks):
+    with pytest.raises(BudgetError, match="expected a model, or a sequence of at least one block"):
+        measure(blocks, hidden())

@@ -311,9 +311,30 @@ def test_saved_operations_are_not_executed_again(save):
     assert same == flops < more
 
 
-def test_an_operator_to_save_must_be_an_overload():
-    with pytest.raises(ValueError, match=r"aten\.mm\.default"):
-        Checkpoint(save=[torch.ops.aten.mm])
+@pytest.mark.parametrize(
+    "save",
+    [
+        "mm",
+        3,
+        ["mm"],
+        [torch.ops.aten.mm],
+        torch.ops.aten.mm,
+        torch.ops.aten.mm.default,
+        Checkpoint,
+    ],
+    ids=str,
+)
+def test_what_to_save_is_a_list_of_overloads_or_a_policy(save):
+    with pytest.raises(HookError, match=r"Checkpoint\(save=...\) expected a list of .* found"):
+        Checkpoint(save=save)
+
+
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_early_stop_is_true_or_false(value):
+    with pytest.raises(
+        HookError, match=r"Checkpoint\(early_stop=...\) expected True or False, found"
+    ):
+        Checkpoint(early_stop=value)
 
 
 @pytest.mark.parametrize("check", ["shapes", "values", "none"])

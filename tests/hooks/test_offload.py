@@ -502,6 +502,11 @@ def test_a_missing_package_is_named(monkeypatch):
             r"Offload\(min_bytes=...\) expected an integer of at least 0, found -1",
         ),
         (
+            {"min_bytes": None},
+            r"Offload\(min_bytes=...\) expected an integer of at least 0, found None",
+        ),
+        ({"to": "disk", "directory": 3}, r"Offload\(directory=...\) expected a path, found 3"),
+        (
             {"max_bytes": "1GB"},
             r"Offload\(max_bytes=...\) expected an integer of at least 0, found",
         ),

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from blockhooks import Checkpoint, apply_blocks, attach, hookimpl, memory, plan
 from blockhooks.chain import HookChain
-from blockhooks.errors import BlockhooksError
+from blockhooks.errors import BlockhooksError, HookError
 from blockhooks.hooks.profile import Profile
 from blockhooks.plan import Segment
 from tests.agree import differs, outcome, plain, through
@@ -713,8 +713,36 @@ def test_torchs_schedules_are_taken():
 
 
 def test_a_schedule_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="every n-th step needs n of at least 1"):
-        Profile(schedule=0)
+    for schedule in (0, -1, 0.5, "2", True, Profile):
+        with pytest.raises(
+            HookError, match=r"Profile\(schedule=...\) expected n of at least 1, .* found"
+        ):
+            Profile(schedule=schedule)
+
+
+@pytest.mark.parametrize("option", ["flops", "ranges", "live"])
+def test_switches_are_true_or_false(option):
+    with pytest.raises(
+        HookError, match=rf"Profile\({option}=...\) expected True or False, found 'no'"
+    ):
+        Profile(**{option: "no"})
+
+
+def test_only_profiles_are_compared_and_reported(tmp_path):
+    profile, page = Profile(), tmp_path / "page.html"
+    with pytest.raises(HookError, match=r"compare\(other\) expected a Profile, found 3"):
+        profile.compare(3)
+    with pytest.raises(
+        HookError, match=r"report\(others=...\) expected profiles by name, .* Profile\("
+    ):
+        profile.report(page, Profile())
+    with pytest.raises(HookError, match=r"report\(others={'a': ...}\) expected a Profile, found 3"):
+        profile.report(page, {"a": 3})
+    with pytest.raises(HookError, match=r"report\(pareto=...\) expected what .*\.pareto returns"):
+        profile.report(page, pareto=3)
+    with pytest.raises(HookError, match=r"report\(plan=...\) expected what .*\.solve returns"):
+        profile.report(page, plan=plan.every(2))
+    assert not page.exists()
 
 
 def test_steps_are_divided_by_hand():

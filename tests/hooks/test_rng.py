@@ -732,6 +732,14 @@ def test_something_else_than_a_generator_is_refused():
         RNGSnapshot([3])
 
 
+@pytest.mark.parametrize("generators", [3, None, torch.Generator()], ids=str)
+def test_generators_are_a_sequence(generators):
+    with pytest.raises(
+        HookError, match=r"expected a sequence of .* write RNGSnapshot\(\[generator\]\)"
+    ):
+        RNGSnapshot(generators)
+
+
 def test_without_it_the_masks_differ():
     """The control: these tests could fail."""
 

@@ -325,6 +325,16 @@ def test_users_extend_the_table():
     assert before - after == 64 * 64 * 4
 
 
+def test_a_recipe_has_names_and_a_function():
+    with pytest.raises(HookError, match="expected names, found 3"):
+        recipe("AtanBackward0", 3)
+    with pytest.raises(
+        HookError, match=r"recipe\('AtanBackward0', ...\) expected a function, found 3"
+    ):
+        recipe("AtanBackward0", "self")(3)
+    assert "AtanBackward0" not in RECIPES
+
+
 def test_a_recipe_that_is_wrong_is_not_used():
     @recipe("AtanBackward0", "self")
     def wrong(x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, HookChain, hookimpl, verify
+from blockhooks import AttachError, Checkpoint, HookChain, HookError, hookimpl, verify
 from tests.models.toys import MODELS, Block, Loop, Vision, image, same, sequence, step
 
 
@@ -139,6 +139,18 @@ def test_an_output_without_a_gradient_is_an_error():
         ValueError, match="the model's output has no tensor with a gradient; give loss="
     ):
         verify(Frozen(), sequence())
+
+
+def test_arguments_are_checked():
+    with pytest.raises(AttachError, match=r"verify\(model, ...\) expected an nn.Module, found 3"):
+        verify(3, sequence())
+    with pytest.raises(HookError, match=r"verify\(loss=...\) expected a function .* found 3"):
+        verify(Loop(), sequence(), loss=3)
+    with pytest.raises(HookError, match=r"verify\(seed=...\) expected an integer of at least 0"):
+        verify(Loop(), sequence(), seed=None)
+    for loss in (lambda output: None, lambda output: output):
+        with pytest.raises(ValueError, match=r"verify\(loss=...\) expected .* a scalar tensor"):
+            verify(Loop(), sequence(), loss=loss)
 
 
 def test_a_model_that_cannot_be_copied_is_told():

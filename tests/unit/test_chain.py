@@ -87,6 +87,10 @@ def test_no_default_of_this_name():
         match=r"without='RngSnapshot' names no default plugin; did you mean 'RNGSnapshot'\?",
     ):
         HookChain(without="RngSnapshot")
+    with pytest.raises(HookError, match=r"without=<class .*VersionGuard'> names no default plugin"):
+        HookChain(without=[VersionGuard])
+    with pytest.raises(HookError, match=r"without=3: expected names of default plugins, such as"):
+        HookChain(without=3)
 
 
 def test_a_module_may_be_a_plugin():

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import re
 import threading
 import warnings
 import weakref
@@ -397,8 +398,15 @@ def test_other_keywords_go_to_the_function():
 
 
 def test_the_reentrant_way_is_refused_with_a_reason():
-    with pytest.raises(HookError, match=r"use_reentrant=True.*expected False"):
-        checkpoint(wave, double(3), use_reentrant=True)
+    for value in (True, "no"):
+        with pytest.raises(HookError, match=rf"use_reentrant={value!r}.*expected False"):
+            checkpoint(wave, double(3), use_reentrant=value)
+
+
+@pytest.mark.parametrize("function", [None, 3, "wave"])
+def test_what_is_checkpointed_can_be_called(function):
+    with pytest.raises(HookError, match=rf"expected a callable, found {function!r}"):
+        checkpoint(function, double(3))
 
 
 @pytest.mark.parametrize("value", [False, None])
@@ -407,8 +415,11 @@ def test_the_other_values_of_use_reentrant_are_taken(value):
 
 
 def test_an_unknown_determinism_check_is_an_error():
-    with pytest.raises(ValueError, match=r"determinism_check should be one of .*'values'"):
-        checkpoint(wave, double(3), determinism_check="values")
+    for check in ("values", [], None):
+        with pytest.raises(
+            ValueError, match="determinism_check should be one of .* got " + re.escape(repr(check))
+        ):
+            checkpoint(wave, double(3), determinism_check=check)
 
 
 @scripted_by_torch

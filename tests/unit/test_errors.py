@@ -48,3 +48,12 @@ def test_an_error_inside_of_an_extra_is_not_called_missing(tmp_path, monkeypatch
     with pytest.raises(ModuleNotFoundError, match="no_such_package_either") as caught:
         errors.import_extra("broken_extra", "demo", "drawing")
     assert not isinstance(caught.value, blockhooks.BlockhooksError)
+
+
+@pytest.mark.parametrize("value", ["no", None, 0, 1])
+def test_a_switch_is_true_or_false(value):
+    with pytest.raises(
+        blockhooks.HookError, match=rf"^x expected True or False, found {value!r}\.$"
+    ):
+        errors.check_flag(value, "x")
+    assert errors.check_flag(False, "x") is False

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, Checkpointed, HookChain, HookedBlock, HookedBlocks, hookimpl
+from blockhooks import (
+    Checkpoint,
+    Checkpointed,
+    HookChain,
+    HookedBlock,
+    HookedBlocks,
+    HookError,
+    hookimpl,
+)
 from tests.agree import leaf
 
 
@@ -122,7 +130,7 @@ def test_modes_kinds_and_flags_reach_the_block(wrap):
 
 
 def test_something_else_than_a_module_is_refused():
-    with pytest.raises(TypeError, match=r"Checkpointed\(block\) expected an nn.Module, found"):
+    with pytest.raises(HookError, match=r"Checkpointed\(block\) expected an nn.Module, found"):
         Checkpointed(torch.tanh)
 
 

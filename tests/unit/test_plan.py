@@ -221,8 +221,11 @@ def test_simulate_of_nothing_and_of_a_plan_function_without_a_number():
             "plan by hooks[1] (Checkpoint) reaches beyond the end: "
             "segment 0..12 ends at 12, but the blocks are 0..9.",
         ),
-        ([(0, 9)], "plan by hooks[1] (Checkpoint) contains (0, 9); expected a Segment."),
-        (None, "plan by hooks[1] (Checkpoint) is None; expected a sequence of Segment."),
+        (
+            [(0, 9)],
+            "plan by hooks[1] (Checkpoint): expected a sequence of Segment, found (0, 9) in it.",
+        ),
+        (None, "plan by hooks[1] (Checkpoint): expected a sequence of Segment, found None."),
     ],
 )
 def test_check_plan_names_plugin_and_blocks(segments, message):
@@ -254,7 +257,17 @@ def test_check_plan_names_plugin_and_blocks(segments, message):
         (lambda: plan.first(-1), "must be at least 0, found -1"),
         (lambda: plan.blocks([0, 4])(4), "names block 4, but the run has 4 blocks"),
         (lambda: plan.blocks(["a"]), "must be an integer, found 'a'"),
+        (lambda: plan.blocks(3), r"must be a sequence of integers, such as \[0, 3\], found 3"),
         (lambda: plan.every(1)(-1), r"number of blocks for every\(1\) must be at least 0"),
+        (lambda: plan.every(True), r"blocks of every\(blocks\) must be an integer, found True"),
+        (lambda: Segment(0, 2, None), "children of segment 0..2: expected a sequence .* None"),
+        (lambda: Segment(0, 2, [3]), "children of segment 0..2: expected a sequence .* 3 in it"),
+        (
+            lambda: check_plan([Segment(0, 2)], "2"),
+            "number of blocks must be an integer, found '2'",
+        ),
+        (lambda: plan.simulate(3), "plan: expected a sequence of Segment, found 3"),
+        (lambda: plan.simulate([3]), "plan: expected a sequence of Segment, found 3 in it"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(make, message):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from blockhooks import Checkpoint, HookChain, Segment, hookimpl, plan, testing
+from blockhooks import Checkpoint, HookChain, HookError, Segment, hookimpl, plan, testing
 from blockhooks.plan import check_plan
 
 pytest_plugins = ["pytester"]
@@ -273,6 +273,24 @@ def test_blocks_that_are_not_deterministic_are_told_apart():
 def test_an_output_without_gradient_is_refused():
     with pytest.raises(ValueError, match="give loss="):
         testing.assert_transparent([lambda x: x], torch.ones(2), Count())
+
+
+@pytest.mark.parametrize("blocks", [None, 3, [], nn.ModuleList()], ids=str)
+def test_without_any_block_nothing_is_asserted(blocks):
+    with pytest.raises(HookError, match="expected a model, or a sequence of at least one block"):
+        testing.assert_transparent(blocks, torch.ones(2), Count())
+
+
+def test_a_number_of_plans_is_one():
+    with pytest.raises(HookError, match="trials expected an integer of at least 0, found '3'"):
+        testing.assert_transparent(
+            [torch.sin], torch.ones(2, requires_grad=True), Count(), trials="3"
+        )
+
+
+def test_blocks_for_a_value_hook_come_with_inputs():
+    with pytest.raises(HookError, match="has no inputs for the blocks; expected both"):
+        testing.assert_repeatable(Count(), [torch.sin])
 
 
 # ---- value hooks -----------------------------------------------------------------------------------------------------
