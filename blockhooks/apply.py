@@ -45,12 +45,15 @@ def apply_blocks(
         The last x.
 
     Raises:
-        HookError: If `blocks` is no iterable, something in `hooks` is no plugin, or a hook returned what it must not.
+        HookError: If `blocks` is no iterable, `carry` or `collect` no function, something in `hooks` no plugin, or a hook
+            returned what it must not.
         PlanError: If a plan does not cover the blocks.
         RecomputeError: In the backward, if a region could not be executed again as in the forward.
     """
     if not torch.compiler.is_compiling():
         blocks = _iterated(blocks)
+        if carry is not None or collect is not None:
+            _check_functions(carry=carry, collect=collect)
     if hooks is None or (isinstance(hooks, (tuple, list)) and not hooks):
         return _plain(blocks, x, args, kwargs, carry, collect)
     if torch.compiler.is_compiling():
@@ -71,6 +74,12 @@ def _iterated(blocks: Iterable[Block]) -> Iterable[Block]:
             f"apply_blocks expected an iterable of blocks, found a {type(blocks).__name__}. A single block is a list of "
             "one: apply_blocks([block], x, ...)."
         ) from None
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise HookError(f"apply_blocks({name}=...) expected a function, found {function!r}.")
 
 
 def _hooked(

@@ -424,7 +424,9 @@ def budget_in_bytes(budget: str | int | float, plain_peak: int) -> int:
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
         unit = _UNITS.get(match[2].upper()) if match else None
-        if match and unit and float(match[1]) > 0:
+        if (
+            match and unit and float(match[1]) * unit >= 1
+        ):  # "0.5" is meant as a fraction, which is no text
             return int(float(match[1]) * unit)
     elif isinstance(budget, float):
         if 0 < budget <= 1:

@@ -279,15 +279,19 @@ class _Bench:
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return copy.deepcopy((self.blocks, self.inputs), memo)
 
-    def compare(self, reference: Any, called: str, way: _Way) -> None:
+    def attempt(self, way: _Way, called: str, fail: int | None = None) -> _Record:
+        """Do the steps with hooks, in which nothing raises that does not raise in what is `called`, too."""
         try:
-            found = self.run(way.hooks, way.backwards)
+            return self.run(way.hooks, way.backwards, fail)
         except (AttachError, HookError, PlanError):
             raise
         except Exception as error:
             raise AssertionError(
                 f"{way}: the step raised {type(error).__name__}: {error}\n{called} did not."
             ) from error
+
+    def compare(self, reference: Any, called: str, way: _Way) -> None:
+        found = self.attempt(way, called)
         if (reference, way.backwards) not in self.references:
             self.references[reference, way.backwards] = self.run(reference, way.backwards)
         difference = self.references[reference, way.backwards].difference(found)
@@ -305,14 +309,16 @@ class _Bench:
 
     def check_exceptions(self, hooks: Any, *, state: bool = True) -> None:
         """Let a module or block raise, at the first call and at a later one; compare it, and all state too."""
+        way = _Way(_plugins(hooks), 1)
         for fail in (0, 1):
-            plain, hooked = self.run((), fail=fail), self.run(hooks, fail=fail)
+            plain = self.run((), fail=fail)
+            hooked = self.attempt(way, "Where a block raises, the plain loop", fail)
             if not state:
                 plain, hooked = plain.exceptions(), hooked.exceptions()
             difference = plain.difference(hooked)
             if difference is not None:
                 raise AssertionError(
-                    f"{_Way(_plugins(hooks), 1)}: where a block raises, {difference}. Expected the block's own "
+                    f"{way}: where a block raises, {difference}. Expected the block's own "
                     "exception to pass, and what the plain loop leaves behind: clean up in `finally` (R5)."
                 )
 

@@ -83,7 +83,23 @@ def test_budgets_are_read(budget, count):
 
 @pytest.mark.parametrize(
     "budget",
-    ["", "8 parsecs", "-3GiB", "GiB", "0", 0, -1, 0.0, 1.01, -0.5, float("nan"), True, None, [1]],
+    [
+        "",
+        "8 parsecs",
+        "-3GiB",
+        "GiB",
+        "0",
+        "0.5",
+        0,
+        -1,
+        0.0,
+        1.01,
+        -0.5,
+        float("nan"),
+        True,
+        None,
+        [1],
+    ],
     ids=repr,
 )
 def test_what_is_no_budget_is_refused_with_what_would_be_one(budget):

@@ -238,6 +238,15 @@ def test_a_single_block_is_refused(hooks):
         apply_blocks(torch.nn.Linear(3, 3), leaf(3), hooks=hooks)
 
 
+@pytest.mark.parametrize("hooks", [(), [Checkpoint()]], ids=repr)
+@pytest.mark.parametrize("name", ["carry", "collect"])
+def test_carry_and_collect_are_functions(name, hooks):
+    with pytest.raises(
+        HookError, match=rf"apply_blocks\({name}=...\) expected a function, found 3"
+    ):
+        apply_blocks([torch.sin], leaf(3), hooks=hooks, **{name: 3})
+
+
 def test_nested_runs_of_different_hooks():
     def step(run):
         inner, x = layers(2, dropout=0.2), leaf(3, 4)

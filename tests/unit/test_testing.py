@@ -281,6 +281,24 @@ def test_without_any_block_nothing_is_asserted(blocks):
         testing.assert_transparent(blocks, torch.ones(2), Count())
 
 
+def test_a_hook_that_makes_nothing_of_a_blocks_exception_is_told():
+    class Swallows:
+        @hookimpl(wrapper=True)
+        def run_block(self):
+            try:
+                return (yield)
+            except BaseException:
+                return None
+
+    with pytest.raises(
+        AssertionError,
+        match=r"(?s)^hooks=\[Swallows\]: the step raised .*Where a block raises, the plain loop did not\.$",
+    ):
+        testing.assert_transparent(
+            [torch.sin, torch.tanh], torch.ones(2, requires_grad=True), Swallows()
+        )
+
+
 def test_a_number_of_plans_is_one():
     with pytest.raises(HookError, match="trials expected an integer of at least 0, found '3'"):
         testing.assert_transparent(
