@@ -106,7 +106,8 @@ def demo(
 ) -> None:
     """Train a byte-level GPT plain and hooked in turn, and compare the bits.
 
-    Writes pictures, a page, a trace and all figures into the folder --out. Exits with 1 if a single bit differs.
+    Writes pictures, a page, a trace and all figures into the folder --out. Exits with 1 if a single bit differs,
+    or no plan keeps the budget.
     """
     options = demo_job.Options(
         steps=steps,
@@ -188,11 +189,7 @@ def plan(
     measured = measure(target, batch, seq, config)
     if save is not None:
         measured.save(save)
-    try:
-        found = budget.solve(measured, given)
-    except BudgetError as error:
-        typer.echo(f"blockhooks: {error}", err=True)
-        raise typer.Exit(NO) from None
+    found = budget.solve(measured, given)
     if picture is not None:
         budget.pareto(measured).plot(picture, found)
     if as_json:
@@ -373,4 +370,5 @@ def main() -> None:
         raise SystemExit(YOURS) from None
     except (BlockhooksError, OSError) as error:  # a file that cannot be read or written
         typer.echo(f"blockhooks: {error}", err=True)
-        raise SystemExit(USAGE) from None
+        too_small = isinstance(error, BudgetError) and error.floor is not None
+        raise SystemExit(NO if too_small else USAGE) from None

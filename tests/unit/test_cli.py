@@ -220,6 +220,9 @@ def test_a_budget_that_no_plan_keeps_is_exit_code_1(call):
     code, _, err = call("plan", "users_code:positional", "--memory-budget", "1")
     assert code == 1
     assert "budget" in err
+    code, _, err = call("demo", *TINY, "--memory-budget", 0.01, "--out", "small")
+    assert code == 1
+    assert "cannot be kept" in err
 
 
 @pytest.mark.parametrize(
