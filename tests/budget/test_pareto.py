@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from blockhooks import BudgetError, PlanError
-from blockhooks.budget import Plan, pareto, predict, solve
+from blockhooks.budget import Pareto, Plan, Point, pareto, predict, solve
 from blockhooks.costs import ChainProfile
 from blockhooks.plan import every
 from blockhooks.solver import Solver
@@ -84,6 +84,12 @@ def test_names_of_points_cover_neither_points_nor_each_other(monkeypatch, tmp_pa
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
         assert not any(box.contains(*point) for box in boxes for point in points)
         assert all(axes.bbox.contains(*corner) for box in boxes for corner in box.corners())
+
+
+def test_more_names_than_places_are_all_written(profile, tmp_path):
+    point = Point("a rule of many", solve(profile, 0.5))
+    Pareto((point,), (point,) * 20).plot(tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").read_text().count("<!-- a rule of many -->") == 20
 
 
 def test_arguments_are_checked(profile, tmp_path):
