@@ -7,7 +7,7 @@ import pytest
 from tests.meta.source import modules, own_imports
 
 FLOORS = (
-    ("errors", "plan", "structure", "ambient", "report", "costs", "solver", "recipes"),
+    ("errors", "plan", "structure", "survey", "ambient", "report", "costs", "solver", "recipes"),
     ("recompute", "memory", "timeline", "saved", "rebuild", "offloading", "measuring", "outside"),
     ("hookspecs", "run", "calls", "planner"),
     ("hooks",),
