@@ -77,8 +77,11 @@ class BlockCosts:
         placed: Bytes that the block puts into its side inputs, as into a cache. They are held to the end of the step's
             forward, and in the backward if a later block that was given them is recomputed.
         unkept: Bytes of these that are not among what autograd keeps.
+        twice: Bytes of what autograd keeps that somebody else holds, too, as a cache: beside them are those that a
+            recompute makes.
         carried: Bytes of side inputs that this block is the first to be given, and that autograd does not keep. They are
-            held in the backward if this or a later block that is given them is recomputed.
+            held in the forward up to the last that is given them, and in the backward if this one or a later of these is
+            recomputed.
         carried_to: Index of the last block that is given them; by default it is this or any later one.
         modes: Costs of other modes that a plan may give this block.
     """
@@ -97,6 +100,7 @@ class BlockCosts:
     passing: int = 0
     placed: int = 0
     unkept: int = 0
+    twice: int = 0
     carried: int = 0
     carried_to: int | None = None
     modes: tuple[ModeCosts, ...] = ()
@@ -304,6 +308,10 @@ class _Ledger:
         if live > self.peak:
             self.peak = live
 
+    def still_carried(self, index: int) -> int:
+        """Bytes that no plan holds so far, of side inputs that a block or a later one is given."""
+        return sum(nbytes for last, nbytes in self.carried if last >= index)
+
     def forward(
         self,
         segments: Sequence[Segment],
@@ -333,7 +341,7 @@ class _Ledger:
                 passing = 0
                 if gaps:
                     held += within[0].gap + within[0].carried + self.placed
-                    held += sum(nbytes for last, nbytes in self.carried if last >= segment.start)
+                    held += self.still_carried(segment.start)
                     held += sum(block.placed for block in within[:-1])
                     passing, self.placed, self.carried = within[0].passing, 0, []
                 marks.append((segment, held, segment.mode))
@@ -357,9 +365,9 @@ class _Ledger:
                     passing = 0
                     if gaps:
                         held += block.gap
-                        passing = block.passing + self.placed
                         last = len(self.blocks) if block.carried_to is None else block.carried_to
                         self.carried.append((last, block.carried))
+                        passing = block.passing + self.placed + self.still_carried(index)
                     marks.append((index, held, segment.mode))
                     if ends and index == segment.stop - 1:
                         self.time += block.recompute_time
@@ -381,7 +389,8 @@ class _Ledger:
                 self.see(held + peak)
             else:
                 waiting = self.blocks[what.stop - 1].gradient
-                inner, _ = self.forward(_inside(what), held, waiting, early_stop=True)
+                twice = sum(self.blocks[index].twice for index in what.indices)
+                inner, _ = self.forward(_inside(what), held + twice, waiting, early_stop=True)
                 self.backward(inner)
             if gaps:
                 first = self.blocks[what if isinstance(what, int) else what.start]

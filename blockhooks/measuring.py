@@ -15,15 +15,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
 from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ModeCosts
-from blockhooks.outside import storage_keys
+from blockhooks.outside import LEAF, nodes_behind, storage_keys
 from blockhooks.plan import Mode
 from blockhooks.structure import capture, tensors_in
 
@@ -52,7 +53,7 @@ def measure_block(
         execute: Executes the block.
         x: The hidden state before it. Not changed.
         modules: The modules whose parameters the block uses.
-        side: The side inputs, which may need gradients.
+        side: The side inputs.
         name: The block's name.
         modes: Further modes to measure: what is entered around the block in each.
         new_gradients: Whether the gradients of parameters that have none are held once they are made.
@@ -60,11 +61,14 @@ def measure_block(
     Returns:
         Its costs. Bytes are those of the meter (`blockhooks.memory`), above what is held before the block.
     """
-    bench = _Bench(execute, x, tuple(modules), side, new_gradients)
+    bench = _Bench(execute, x, tuple(modules), new_gradients)
     kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
     modes_costs = []
     for mode, around in (modes or {}).items():
-        lighter, slower = bench.weigh(around), bench.time(around)
+        lighter = bench.weigh(around)
+        if lighter.kept >= kept.kept:  # nothing is gained
+            continue
+        slower = bench.time(around)
         extra = slower.forward + slower.backward - timed.forward - timed.backward
         modes_costs.append(
             ModeCosts(
@@ -133,14 +137,11 @@ class _Bench:
         execute: Execute,
         x: Any,
         modules: tuple[nn.Module, ...],
-        side: Any,
         new_gradients: bool,
     ) -> None:
         self.execute, self.modules, self.new_gradients = execute, modules, new_gradients
         self.x = capture(x, take_tensors=True)
         self.held = _storages(self.x.tensors)
-        self.real = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self.side = [t for t in tensors_in(side) if t.requires_grad]
         device = next((t.device for t in self.x.tensors), torch.device("cpu"))
         self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self.device = device
@@ -158,7 +159,8 @@ class _Bench:
             def end() -> None:
                 found.unsaved = meter.now
 
-            y, inputs = self.forward(around, saved, end)
+            begin = _get_sequence_nr()
+            y = self.forward(around, saved, end)
             found.forward_peak = meter.peak
             found.unsaved -= meter.now  # no longer held by the side inputs
             results = tensors_in(y)
@@ -168,9 +170,10 @@ class _Bench:
             found.gradient = sum(t.nbytes for t in results if t.requires_grad)
             root = _root(results)
             del y, results
+            ends = _ends(root, begin)
             held = meter.now
             with memory.peak(self.device) as backward:
-                self.backward(root, inputs)
+                self.backward(root, ends)
             found.backward_peak = held + backward.peak
         return found
 
@@ -188,12 +191,14 @@ class _Bench:
             stop = clock.now()
             return tensor
 
-        y, inputs = self.forward(around, saved)
+        first = _get_sequence_nr()
+        y = self.forward(around, saved)
         end = clock.now()
         root = _root(tensors_in(y))
         del y
+        ends = _ends(root, first)
         begin_backward = clock.now()
-        self.backward(root, inputs)
+        self.backward(root, ends)
         end_backward = clock.now()
         return _Seconds(
             clock.between(begin, end),
@@ -206,7 +211,7 @@ class _Bench:
         around: ModeContext,
         saved: Callable[[Tensor], Tensor],
         end: Callable[[], None] = lambda: None,
-    ) -> tuple[Any, list[Tensor]]:
+    ) -> Any:
         leaves = [
             t.detach().requires_grad_() if t.requires_grad else t.detach() for t in self.x.tensors
         ]
@@ -215,13 +220,11 @@ class _Bench:
         with torch.enable_grad(), _without_hooks():
             parameters = _StandIns(self.modules, self.new_gradients, end)
             with watched:
-                y = self.execute(self.x.rebuild(leaves), parameters)
-        inputs = [*leaves, *parameters.leaves, *self.side, *self.real]
-        return y, [t for t in inputs if t.requires_grad]
+                return self.execute(self.x.rebuild(leaves), parameters)
 
-    def backward(self, root: Tensor | None, inputs: Sequence[Tensor]) -> None:
-        if root is not None and inputs:
-            torch.autograd.grad(root, inputs, allow_unused=True)
+    def backward(self, root: Tensor | None, ends: Sequence[GradientEdge]) -> None:
+        if root is not None and ends:
+            torch.autograd.grad(root, ends, allow_unused=True)
 
 
 @contextlib.contextmanager
@@ -242,6 +245,29 @@ def _without_hooks() -> Iterator[None]:
 
 def _identity(value: Any) -> Any:
     return value
+
+
+def _ends(root: Tensor | None, begin: int) -> list[GradientEdge]:
+    """Return where a graph ends that was made from a sequence number on: at leaves, and at what was there before.
+
+    Gradients are computed up to there and no further: what is older is the step's own, and its backward is to come. So
+    an end that another one leads to is none.
+    """
+    nodes: list[Any] = [] if root is None else [root.grad_fn]
+    edges: dict[Any, None] = {}
+    known: set[Any] = set()
+    for node in nodes:
+        for edge in node.next_functions:
+            earlier = edge[0]
+            if earlier is None:
+                continue
+            if earlier.name() == LEAF or earlier._sequence_nr() < begin:
+                edges[edge] = None
+            elif earlier not in known:
+                known.add(earlier)
+                nodes.append(earlier)
+    behind = set(nodes_behind(edge[0] for edge in edges))
+    return [GradientEdge(*edge) for edge in edges if edge[0] not in behind]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from blockhooks import memory
 from blockhooks.structure import tensors_in
 
-__all__ = ["Gaps", "Outside", "storage_keys"]
+__all__ = ["LEAF", "Gaps", "Outside", "nodes_behind", "storage_keys"]
 
-_LEAF: Final = "torch::autograd::AccumulateGrad"
+LEAF: Final = "torch::autograd::AccumulateGrad"
 
 Gradients = Sequence[Tensor | None]
 
@@ -49,6 +49,7 @@ class Gaps:
         kept_too: How much of that is among what autograd keeps of the block.
         placed: What else each block has put there.
         unkept: How much of that is not among what autograd keeps of the block.
+        lasting: What of all that each block gave is still held after the backward, by the user.
         waiting: What waits while the backward of each block is executed: gradients that later blocks and gaps have
             given to parameters, and to tensors that they share with this block or earlier ones; and what the user
             holds of the results.
@@ -66,6 +67,7 @@ class Gaps:
     kept_too: tuple[int, ...]
     placed: tuple[int, ...]
     unkept: tuple[int, ...]
+    lasting: tuple[int, ...]
     waiting: tuple[int, ...]
     passing: tuple[int, ...]
     carried: tuple[int, ...]
@@ -254,14 +256,14 @@ class Outside:
         if self._paused or len(self._edges) % 2:
             return False
         nodes = _graph(roots)
-        if not any(self._stage(node) % 2 for node in nodes if node.name() != _LEAF):
+        if not any(self._stage(node) % 2 for node in nodes if node.name() != LEAF):
             return False
         self.stop()
         if self._end is None:
             self._end_gap()
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         nodes = _graph((*roots, *results))
-        stages = {node: self._stage(node) for node in nodes if node.name() != _LEAF}
+        stages = {node: self._stage(node) for node in nodes if node.name() != LEAF}
         leaves = [node for node in nodes if node not in stages]
         self._given |= storage_keys(leaf.variable for leaf in leaves)
         for mark in [mark for key, mark in self._marks.items() if key in self._given]:
@@ -339,7 +341,10 @@ class Outside:
         """Tell what was seen, now that the backward is over."""
         self.let_go()
         outlived = [mark for mark in self._marks.values() if not mark.gradient]
+        lasting = [0] * len(self._outputs)
         for mark in outlived:  # it was there in the backward of all before
+            if mark.stage % 2:
+                lasting[mark.stage // 2] += mark.nbytes
             for stage in range(1, min(mark.stage, len(self._edges)), 2):
                 self._waiting[stage] += mark.nbytes
         backward = [
@@ -356,6 +361,7 @@ class Outside:
                 kept_too=tuple(self._kept_too),
                 placed=tuple(self._placed),
                 unkept=tuple(self._unkept),
+                lasting=tuple(lasting),
                 waiting=tuple(self._waiting[1::2]),
                 passing=tuple(self._passing[:-1]),
                 carried=tuple(self._carried),
@@ -473,14 +479,20 @@ def _key(tensor: Tensor) -> int | None:
 
 def _graph(roots: Iterable[Any]) -> list[Any]:
     """Return all nodes that a backward can reach."""
-    todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
-    nodes: dict[Any, None] = {}
+    firsts = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    nodes = dict.fromkeys(node for node in firsts if node is not None)
+    return [*nodes, *(node for node in nodes_behind(nodes) if node not in nodes)]
+
+
+def nodes_behind(nodes: Iterable[Any]) -> list[Any]:
+    """Return all nodes that the gradients of some are handed on to."""
+    todo, found = list(nodes), dict[Any, None]()
     while todo:
-        node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            todo += [earlier for earlier, _ in node.next_functions]
-    return list(nodes)
+        for earlier, _ in todo.pop().next_functions:
+            if earlier is not None and earlier not in found:
+                found[earlier] = None
+                todo.append(earlier)
+    return list(found)
 
 
 def _saved(node: Any) -> list[Tensor]:

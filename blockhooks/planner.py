@@ -447,7 +447,8 @@ class Planner:
 
 def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
     """Return the costs of a block with what is held around it in a step."""
-    waiting, kept_too = gaps.waiting[place], gaps.kept_too[place]
+    kept_too, lasting = gaps.kept_too[place], gaps.lasting[place]
+    waiting = gaps.waiting[place] + max(lasting - kept_too, 0)
     gap, gap_peak, passing = gaps.held[place], gaps.peaks[place], gaps.passing[place]
     return replace(
         block,
@@ -458,6 +459,7 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
         passing=passing,
         placed=gaps.placed[place],
         unkept=gaps.unkept[place],
+        twice=min(lasting, kept_too),
         carried=gaps.carried[place],
         carried_to=gaps.carried_to[place],
         gap=gap,

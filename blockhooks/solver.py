@@ -424,8 +424,8 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
             state
             + max(
                 block.forward_peak,
-                block.backward_peak,
-                block.gradient + block.recompute_peak,
+                block.backward_peak + block.twice,
+                block.gradient + block.recompute_peak + block.twice,
                 block.gap_peak - block.gap,
             )
             for state, block in zip(states, blocks, strict=False)
@@ -499,7 +499,7 @@ def _ways(block: BlockCosts) -> dict[Mode, _Way]:
             backward_peak=backward_peak,
             time=block.forward + block.backward + extra,
             last_time=block.recompute_time + block.backward + extra,
-            last_peak=max(backward_peak, forward_peak, again + block.gradient),
+            last_peak=block.twice + max(backward_peak, forward_peak, again + block.gradient),
         )
     return ways
 

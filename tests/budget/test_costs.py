@@ -1,11 +1,14 @@
 """Costs are read as they were written, budgets as they were meant, and a plan costs what its executions add up to."""
 
+from dataclasses import replace
+
 import pytest
 
 from blockhooks.budget import ChainProfile, predict
 from blockhooks.costs import BlockCosts, budget_in_bytes, format_bytes, format_table
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, every, first, simulate, tree
+from blockhooks.solver import Solver
 from tests.budget.chains import all_plans, random_profile
 
 BLOCK = BlockCosts(
@@ -57,6 +60,24 @@ def test_a_gradient_waits_while_its_segment_is_recomputed():
 
     assert predict(chain, every(2)(2)).peak == 7 + 11 + 10
     assert predict(chain, first(0)(2)).peak == 11 + 11
+
+
+def test_a_side_input_is_held_in_the_forward_up_to_the_last_block_that_is_given_it():
+    block = BlockCosts(forward=1, backward=1, output=1, kept=2, forward_peak=20, backward_peak=3)
+    blocks = (replace(block, carried=7, carried_to=1), block, block)
+    keep = (Segment(0, 3, mode="keep"),)
+
+    assert predict(ChainProfile(blocks=(block,) * 3), keep).peak == 6 + 20
+    assert predict(ChainProfile(blocks=blocks), keep).peak == max(3 + 7 + 20, 6 + 20)
+
+
+def test_what_somebody_else_holds_is_there_beside_what_a_recompute_makes():
+    block = BlockCosts(forward=1, backward=1, output=1, kept=2, backward_peak=20, twice=5)
+    profile = ChainProfile(blocks=(block, block))
+
+    assert predict(profile, (Segment(0, 2, mode="keep"),)).peak == 3 + 20
+    assert predict(profile, (Segment(0, 1), Segment(1, 2))).peak == 1 + 5 + 20
+    assert Solver(profile, apart=True).floor.peak == 3 + 20
 
 
 def test_predict_refuses_a_plan_for_other_blocks():

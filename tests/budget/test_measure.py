@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, HookChain, apply_blocks, memory
+from blockhooks import Checkpoint, HookChain, apply_blocks, attach, memory
 from blockhooks.budget import measure, predict
 from blockhooks.errors import BudgetError
 from blockhooks.plan import Segment, every, first, sqrt, tree
@@ -157,6 +157,42 @@ def test_functions_and_blocks_without_gradients_are_measured():
 
     assert [block.kept for block in profile.blocks] == [0, 0]
     assert [block.output for block in profile.blocks] == [256, 256]
+
+
+def test_side_inputs_that_lead_to_one_another_keep_their_graph():
+    class Shares(Model):
+        """Each block is given what those before have made."""
+
+        def forward(self, x):
+            shared = {"first": self.wide[0](x)}
+            for index, block in enumerate(self.reading):
+                x = block(x, shared, index)
+            return x
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x, shared, index):
+            y = self.linear(x * shared["first"].tanh() * shared.get(index - 2, x).tanh())
+            shared[index] = shared.get(index - 1, y) * y
+            return y
+
+    model = Shares()
+    model.reading = nn.ModuleList(Reads() for _ in range(4))
+    x = hidden()
+
+    def gradients():
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    with attach(model, hooks=[Checkpoint(memory_budget=0.9)], blocks="reading"):
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(), plain))
 
 
 def test_a_block_that_is_not_called_is_an_error():

@@ -77,7 +77,7 @@ def step(model, given, loss=loss_of):
         Doubled.calls - calls,
         torch.get_rng_state().tolist(),
     ]
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return meter.peak, [value.detach(), *gradients], told
 
 
@@ -326,6 +326,47 @@ def test_blocks_that_are_left_out_are_measured_when_they_come():
                 results.append([p.grad for p in each.parameters() if p.grad is not None])
             assert same(*results)
     assert checkpoint.planner.plans
+
+
+class Cached(Tailed):
+    """Its blocks put what they make into a cache that the model returns."""
+
+    def forward(self, tokens):
+        x, cache = self.embed(tokens), {}
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache, index)
+        return {"logits": self.head(self.norm(x)), "cache": cache}
+
+
+class Caching(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.key, self.inside = nn.Linear(width, width), Block(width)
+
+    def forward(self, x, cache, index):
+        cache[index] = self.key(x).tanh()
+        return self.inside(x, cache[index])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_cache_is_planned_for_whether_the_user_keeps_it_or_not(keep):
+    def loss(model, given):
+        output = model(given)
+        if keep:
+            model.kept = output
+        return F.cross_entropy(output["logits"].flatten(0, 1), given.flatten())
+
+    model, given = Cached(n=0), tokens(8)  # so few that the new gradients take the most
+    model.layers.extend(Caching() for _ in range(5))
+    for allowed in (0.9, "the floor"):
+        if allowed == "the floor":
+            with attach(model, hooks=[Checkpoint(memory_budget=0.05)]):
+                step(model, given, loss)
+                with pytest.raises(BudgetError, match="cannot be kept") as caught:
+                    step(model, given, loss)
+            allowed = caught.value.floor
+        plain, *peaks = budgeted(model, budget=allowed, given=given, loss=loss)
+        assert max(peaks[1:]) <= (allowed * plain if allowed == 0.9 else allowed)
 
 
 def test_below_the_floor_the_error_names_what_is_held_outside_and_the_plan():
