@@ -79,7 +79,7 @@ class _Chain:
     def ready(self) -> bool:
         """Whether all is known of the step."""
         step = self.step
-        if step is None or not all(chain.measured for chain in step.chains):
+        if step is None or not step.measured:
             return False
         return step.gaps is not None or self.forwards >= FORWARDS
 
@@ -88,8 +88,9 @@ class _Chain:
         plan = every(1) if self.apart else tree(max(1, (self.count - 1).bit_length()))
         return plan(self.count)
 
-    def evened(self) -> tuple[BlockCosts, ...]:
-        return _evened([self.costs[index] for index in range(self.count)])
+    def evened(self) -> dict[int, BlockCosts]:
+        """The costs that are known, by block."""
+        return dict(zip(self.costs, _evened(tuple(self.costs.values())), strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +115,8 @@ class _Step:
 
     @property
     def measured(self) -> bool:
-        """Whether the costs of all blocks are known."""
-        return all(chain.measured for chain in self.chains)
+        """Whether the costs of all blocks that were called are known."""
+        return bool(self.calls) and all(index in chain.costs for chain, index in self.calls)
 
     @property
     def about(self) -> str:
@@ -125,31 +126,37 @@ class _Step:
         return f"{count} blocks{stacks}, {self.chains[0].about}"
 
     def saw(self, gaps: Gaps) -> None:
-        """Learn what is held outside of the blocks, if each was called once."""
-        blocks = {(chain, index) for chain in self.chains for index in range(chain.count)}
-        if len(self.calls) == len(blocks) and set(self.calls) == blocks:
+        """Learn what is held outside of the blocks, if none was called twice."""
+        if len(self.calls) == len(set(self.calls)):
             self.gaps, self.outside = gaps, None
             for chain in self.chains:
                 chain.segments = None
 
     def order(self) -> list[tuple[_Chain, int]]:
-        """The blocks in the order of the profile."""
-        if self.gaps is not None:
-            return self.calls
-        return [(chain, index) for chain in self.chains for index in range(chain.count)]
+        """The blocks in the order of the profile: as they were called, and in between those that other steps call."""
+        order = list(dict.fromkeys(self.calls))
+        for chain in self.chains:
+            for index in sorted(chain.costs.keys() - {i for c, i in order if c is chain}):
+                before = [p for p, (c, i) in enumerate(order) if c is chain and i < index]
+                order.insert(before[-1] + 1 if before else 0, (chain, index))
+        return order
 
     def profile(self) -> ChainProfile:
         """What the step costs."""
         costs = {chain: chain.evened() for chain in self.chains}
-        blocks = [costs[chain][index] for chain, index in self.order()]
-        about, gaps = self.chains[0].about, self.gaps
+        order, about, gaps = self.order(), self.chains[0].about, self.gaps
+        blocks = [costs[chain][index] for chain, index in order]
         if gaps is None:  # a loop that is not ours holds its first x
             starts = {(chain, 0): chain.input for chain in self.chains if chain.apart}
-            held = [starts.get(call, 0) for call in self.order()]
+            held = [starts.get(call, 0) for call in order]
             blocks = [replace(block, gap=gap) for block, gap in zip(blocks, held, strict=True)]
             return ChainProfile(blocks=tuple(blocks), about=about)
+        places = [order.index(call) for call in self.calls]
+        for call, place in enumerate(places):
+            last = places[gaps.carried_to[call]]
+            blocks[place] = replace(_in_its_place(blocks[place], gaps, call), carried_to=last)
         return ChainProfile(
-            blocks=tuple(_in_its_place(block, gaps, place) for place, block in enumerate(blocks)),
+            blocks=tuple(blocks),
             tail_peak=gaps.peaks[-1],
             tail_forward=gaps.tail,
             about=about,
@@ -171,7 +178,7 @@ class _Step:
         planned = dict(zip(self.order(), modes, strict=True))
         for chain in self.chains:
             chain.segments = tuple(
-                Segment(index, index + 1, mode=planned[chain, index])
+                Segment(index, index + 1, mode=planned.get((chain, index), "recompute"))
                 for index in range(chain.count)
             )
 
@@ -296,7 +303,9 @@ class Planner:
             chain.forwards += 1
             if step.outside is None:
                 step.outside, step.allocated = self._watch(step, device), allocated
-        self._measuring = any(chain.segments is None for chain in self._running.values())
+        self._measuring = any(
+            chain.segments is None or not chain.measured for chain in self._running.values()
+        )
         return chain.measuring_plan() if chain.segments is None else chain.segments
 
     def _watch(self, step: _Step, device: torch.device) -> Outside:
@@ -340,9 +349,14 @@ class Planner:
         if not self._measuring or len(segment) > 1 or is_recomputing():
             return None
         chain = self._running.get(_blocks(run))
-        if chain is None or chain.segments is not None:
+        if chain is None or chain.step is None:
             return None
-        outside = None if chain.step is None else chain.step.outside
+        if chain.segments is not None:
+            if segment.start not in chain.costs:  # it was not called in the steps before
+                for other in chain.step.chains:
+                    other.step, other.forwards = None, 0
+            return None
+        outside = chain.step.outside
         assert outside is not None
         outside.begin_block(tensors_in(x), tensors_in(run.side()))
         return partial(self._measure, chain, outside, run, segment, x)
@@ -419,7 +433,8 @@ class Planner:
     @property
     def profiles(self) -> list[ChainProfile]:
         """The profiles of the steps that were measured, one for each shape."""
-        return [step.profile() for step in self._steps if step.measured]
+        measured = [s for s in self._steps if all(chain.measured for chain in s.chains)]
+        return [step.profile() for step in measured]
 
     @property
     def plans(self) -> list[Plan]:
@@ -461,7 +476,6 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
         unkept=gaps.unkept[place],
         twice=min(lasting, kept_too),
         carried=gaps.carried[place],
-        carried_to=gaps.carried_to[place],
         gap=gap,
         # What takes less than the block itself needs no thought.
         gap_peak=gap_peak if gap or gap_peak > block.forward_peak + passing else 0,

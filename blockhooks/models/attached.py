@@ -20,6 +20,7 @@ from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.lowering import Lowered, lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
     Blocks,
+    Member,
     Stack,
     check_model,
     count_calls,
@@ -104,6 +105,7 @@ class Handle:
     Attributes:
         evaluating: Whether this step is an evaluation after a training step, which is the one to be reported.
         called: Whether the model was called since the hooks were put on.
+        planners: What plans for a memory budget, of which each call of a block takes its part.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Handle:
         self._in_forward = 0
         self.evaluating = self.called = False
         checkpoints = [plugin for plugin in chain.plugins if isinstance(plugin, Checkpoint)]
-        self._planners = [c.planner for c in checkpoints if c.planner is not None]
+        self.planners = [c.planner for c in checkpoints if c.planner is not None]
         for stack in self._stacks:
             stack.route()
         if not is_routed(model):
@@ -168,20 +170,26 @@ class Handle:
         if begins:
             self.called = True
             self.begin_step()
-            for planner in self._planners:
+            for stack in self._stacks:
+                stack.list_calls()
+            for planner in self.planners:
                 planner.begin_model(model, args, kwargs)
         self._in_forward += 1
         output = None
         try:
             output = plain(*args, **kwargs)
             return output
+        except BaseException:
+            for stack in self._stacks:
+                stack.calls.clear()  # they are not all that a step makes
+            raise
         finally:
             self._in_forward -= 1
             if not self._in_forward:
                 for stack in self._stacks:
                     stack.end_region()
             if begins:
-                for planner in self._planners:
+                for planner in self.planners:
                     planner.end_model(output)
 
     def begin_step(self) -> None:
@@ -219,37 +227,41 @@ class _Attached:
 
     Attributes:
         inside: Whether its blocks lie in blocks of another stack, and matter only if those are never called.
+        calls: The blocks in the order of their calls in the model's forward, if there is a memory budget.
         measured: Blocks whose saved bytes are known, and in which mode they were measured.
+        with_gradients: Whether the plan of this step was made for calls with gradients.
         planned: Whether a plugin plans.
         checkpoint: The plugin whose segments may span several blocks, if there is one.
         open: The region of several blocks that the loop is in.
     """
 
     def __init__(self, handle: Handle, stack: Stack, *, inside: bool) -> None:
-        self.handle, self.inside = handle, inside
-        self.names = [path for path, _ in stack.members]
-        self.modules = [weakref.ref(module) for _, module in stack.members]
-        self.record = StackRecord(
-            stack.name, [BlockRecord(path, type(module).__name__) for path, module in stack.members]
-        )
+        self.handle, self.inside, self.name = handle, inside, stack.name
+        self.checkpoint = spanning_checkpoint(handle.chain.plugins)
         self.routes: list[_Block] = []
         self.plan: list[tuple[Segment, Segment]] | None = None
-        self.last = -1
-        self.measured: dict[int, Mode] = {}
+        self.last, self.calls, self.with_gradients = -1, list[int](), False
+        self.list(stack.members)
         self.planned = any(hasattr(plugin, "plan_segments") for plugin in handle.chain.plugins)
-        self.checkpoint = spanning_checkpoint(handle.chain.plugins)
-        self.record.spans = self.checkpoint is not None
         self.open: SpanningRegion | None = None
+
+    def list(self, members: Iterable[Member]) -> None:
+        """Set the blocks, in order."""
+        self.names = [path for path, _ in members]
+        self.modules = [weakref.ref(module) for _, module in members]
+        self.record = StackRecord(
+            self.name, [BlockRecord(path, type(module).__name__) for path, module in members]
+        )
+        self.record.spans = self.checkpoint is not None
+        self.measured: dict[int, Mode] = {}
 
     def route(self) -> None:
         places: dict[int, list[int]] = {}
-        for index, reference in enumerate(self.modules):
-            places.setdefault(id(reference()), []).append(index)
-        for indices in places.values():
-            module = self.modules[indices[0]]()
-            if module is not None:
-                self.routes.append(_Block(self, indices))
-                route(module, self.routes[-1])
+        for index, module in enumerate(self.blocks()):
+            places.setdefault(id(module), []).append(index)
+        self.routes = [_Block(self, indices) for indices in places.values()]
+        for block in self.routes:
+            route(self.blocks()[block.indices[0]], block)
 
     def lowered(self, index: int) -> bool | None:
         """Whether a compiled block is recomputed; None if it cannot be compiled with its hooks."""
@@ -271,6 +283,15 @@ class _Attached:
         for block in self.routes:
             block.next = 0
 
+    def list_calls(self) -> None:
+        """Take each call of a block for a block, where some were called several times in the step before."""
+        calls, self.calls = self.calls, []
+        if len(calls) > len(set(calls)) and not self.handle.evaluating:
+            members = list(zip(self.names, self.blocks(), strict=True))
+            never = sorted(set(range(len(members))).difference(calls))
+            self.list([members[index] for index in (*calls, *never)])
+            self.route()
+
     def call(
         self, index: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -278,6 +299,8 @@ class _Attached:
         if not self.handle.in_forward and not in_backward() and index <= self.last:
             self.handle.begin_step()  # parts of the model are called by themselves
         self.last = index
+        if self.handle.in_forward and self.handle.planners:
+            self.calls.append(index)
         blocks, outside = self.blocks(), active_hooks()
         planned, segment = self.segment_of(index, blocks, args, kwargs)
         mode, make_run = segment.mode, Run
@@ -367,10 +390,11 @@ class _Attached:
     ) -> tuple[Segment, Segment]:
         """The segment that the plan has for a block, and that of the block alone.
 
-        The plan is made at the first block of a step.
+        The plan is made at the first block of a step, and again at the first with gradients.
         """
-        if self.plan is None:
-            hooks = self.handle.chain.hooks
+        with_gradients = torch.is_grad_enabled()
+        if self.plan is None or (with_gradients and not self.with_gradients):
+            hooks, self.with_gradients = self.handle.chain.hooks, with_gradients
             segments = hooks.plan_segments(
                 Run(blocks, args, kwargs, hooks, names=self.names, apart=True)
             )

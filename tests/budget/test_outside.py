@@ -328,6 +328,48 @@ def test_blocks_that_are_left_out_are_measured_when_they_come():
     assert checkpoint.planner.plans
 
 
+def test_a_block_that_is_never_called_is_left_out_of_the_plan():
+    class Skips(Tailed):
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for index, layer in enumerate(self.layers):
+                if index != 5:
+                    x = layer(x)
+            return self.head(self.norm(x))
+
+    plain, *peaks = budgeted(Skips(), budget=0.6)
+    assert max(peaks[1:]) <= 0.6 * plain
+
+
+class Again(Tailed):
+    """Its blocks are gone through several times, at first without gradients."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        for _ in range(3):
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_each_call_of_a_block_is_planned_for():
+    model = Again(n=3)
+    plain = step(model, tokens())[0]
+    for allowed in (0.7, "the floor"):
+        if allowed == "the floor":
+            with attach(model, hooks=[Checkpoint(memory_budget=0.05)]):
+                for _ in range(2):
+                    step(model, tokens())
+                with pytest.raises(BudgetError, match="cannot be kept") as caught:
+                    step(model, tokens())
+            allowed = caught.value.floor
+        _, *peaks = budgeted(model, budget=allowed, steps=4)
+        assert max(peaks[2:]) <= (allowed * plain if allowed == 0.7 else allowed)
+
+
 class Cached(Tailed):
     """Its blocks put what they make into a cache that the model returns."""
 
