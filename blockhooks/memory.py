@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
@@ -35,7 +36,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Meter", "peak"]
+__all__ = ["Meter", "forget", "inside", "peak"]
 
 
 class Meter:
@@ -75,10 +76,11 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
 
     Note:
         On the CPU this is a dispatch mode (some 10 us an operation) of the thread that enters it. Not seen is what
-        compiled code allocates, and what operations allocate inside themselves if they work in place, or were first met
-        while a profiler was running. Under any dispatch mode some derivatives of torch work out of place instead of in
-        place. On an accelerator the peak statistics that ``torch.accelerator.max_memory_allocated`` reads are reset at
-        the beginning; nothing else is changed.
+        compiled code allocates, and what operations allocate inside themselves if they work in place, or were only met
+        while a profiler or another dispatch mode was around. Under any dispatch mode torch computes some derivatives in
+        another way: out of place instead of in place, and a few (of products, of what is filled into a mask) with other
+        rounding. On an accelerator the peak statistics that ``torch.accelerator.max_memory_allocated`` reads are reset
+        at the beginning; nothing else is changed.
     """
     accelerator = torch.accelerator.current_accelerator()
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
@@ -110,14 +112,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not _makes_storages(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        key = (func, *[(arg.shape, arg.dtype) for arg in args if isinstance(arg, torch.Tensor)])
-        inside = _insides.get(key)
+            return func(*args, **kwargs)
+        key = None if types else _key(func, args, kwargs)
+        inside = 0 if key is None else _insides.get(key)
         if inside is None:
-            result, inside = _look_inside(func, args, kwargs or {}, key)
+            result, inside = _look_inside(func, args, kwargs, key)
         else:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs)
         if inside:
             for meter in self.meters:
                 meter._note(self.live + inside)
@@ -162,76 +165,146 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 _insides: dict[Any, int] = {}
-"""By operation, shapes and dtypes: the most bytes that it allocates at a time inside itself, if its results are fewer."""
+"""By operation and what it is given: the most bytes that it allocates at a time inside itself, if its results are fewer."""
 
 _MOST_REMEMBERED: Final = 1 << 16
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _EVENTS: Final = ProfilerConfig(
     ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
 )
+_TOLD: Final = {bool, int, str, type(None), torch.dtype, torch.layout, torch.memory_format}
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `_insides` knows an operation by; None if it is not one to look into."""
+    if not _is_torchs_own(func):
+        return None
+    try:
+        key = (func, *[_about(value) for value in (*args, *kwargs.values())])
+        hash(key)
+    except (RuntimeError, TypeError):  # sparse and nested tensors have no strides; symbols no hash
+        return None
+    return key
+
+
+def _about(value: Any) -> Any:
+    kind = type(value)
+    if kind in _TOLD:
+        return value
+    if kind is list:
+        return tuple(map(_about, value))
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return kind
 
 
 def _look_inside(func: Any, args: Any, kwargs: Any, key: Any) -> tuple[Any, int]:
     """Execute an operation while torch records what its allocator does; return the bytes for `_insides` too."""
-    if _profiler_enabled():  # somebody else's, and there is but one
+    if _len_torch_dispatch_stack():  # modes of the user's, which may do anything meanwhile
         return func(*args, **kwargs), 0
-    inside, given = 0, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if not given or not _is_torchs_own(func) or any(type(t) not in _PLAIN for t in given):
+    meter = _Allocations()
+    with meter:
         result = func(*args, **kwargs)
-    else:
-        _enable_profiler_legacy(_EVENTS)
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            events = chain.from_iterable(_disable_profiler_legacy())
-        levels = list(accumulate((event.cpu_memory_usage() for event in events), initial=0))
-        inside = max(levels) if max(levels) > levels[-1] else 0
-        _forget(result, given)
+    if not meter.looks:
+        return result, 0
+    forget(result)
     if len(_insides) >= _MOST_REMEMBERED:
         _insides.clear()
-    _insides[key] = inside
+    inside = _insides[key] = meter.peak if meter.peak > meter.now else 0
     return result, inside
 
 
 @cache
 def _is_torchs_own(func: Any) -> bool:
-    """Whether an operation is one of torch's own that makes all of its results anew."""
+    """Whether an operation is one of torch's own that is given tensors and makes all of its results anew."""
     schema = getattr(func, "_schema", None)
     return (
         getattr(func, "namespace", "") == "aten"
         and schema is not None
+        and any("Tensor" in str(value.type) for value in schema.arguments)
         and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
     )
 
 
-def _forget(result: Any, given: list[torch.Tensor]) -> None:
-    """Give the results of a recorded operation other storages, so that torch has no record of what lives on.
+class _Allocations(Meter):
+    """Reads what torch's allocator records for profilers, without a dispatch mode.
+
+    Attributes:
+        looks: Whether it does; not while somebody's profiler is running, as there is but one.
+    """
+
+    looks: bool
+
+    def __enter__(self) -> Self:
+        self.peak, self.now, self.timeline = 0, 0, []
+        self.looks = not _profiler_enabled()
+        if self.looks:
+            _enable_profiler_legacy(_EVENTS)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.looks and _profiler_enabled():  # autograd takes it away at an error in a derivative
+            events = chain.from_iterable(_disable_profiler_legacy())
+            levels = list(accumulate((event.cpu_memory_usage() for event in events), initial=0))
+            self.peak, self.now = max(levels), levels[-1]
+
+
+def inside(device: torch.device) -> Meter:
+    """Meter a stretch of torch's own code, such as the derivative of an operation.
+
+    On the CPU this is no dispatch mode, under which some derivatives give other bits. What was made by then and lives on
+    is to be given to `forget`. Nothing is seen while a profiler is running, and none may be started meanwhile.
+    """
+    return _Allocations() if device.type == "cpu" else _DeviceMeter(device, timeline=False)
+
+
+def forget(result: Any) -> None:
+    """Give what was made while torch recorded it other storages, so that torch has no record of what lives on.
 
     Torch adds up what its profilers record over the life of the process: memory whose end none of them sees would stay
-    in the sum, which the next profiler tells.
+    in the sum, which the next profiler tells. A storage that somebody else holds, too, stays as it is.
 
     Args:
-        result: The result; its tensors are changed in place.
-        given: What the operation was given, which stays.
+        result: The results; their tensors are changed in place.
     """
-    stay = {tensor.untyped_storage()._cdata for tensor in given if _has_storage(tensor)}
+    if _profiler_enabled():
+        return
     originals: list[torch.UntypedStorage] = []
-    copies: dict[int, torch.UntypedStorage] = {}
     with _disable_current_modes(), torch.no_grad():
+        results: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tree_leaves(result):
-            if type(tensor) is not torch.Tensor or not _has_storage(tensor) or tensor.is_quantized:
+            if type(tensor) is torch.Tensor and _has_storage(tensor) and not _is_strange(tensor):
+                key = tensor.untyped_storage()._cdata
+                results.setdefault(key, {})[id(tensor)] = tensor
+        for key, tensors in results.items():
+            originals.append(next(iter(tensors.values())).untyped_storage())
+            if torch._C._storage_Use_Count(key) > len(tensors) + 1:
+                originals.pop()
                 continue
-            key = tensor.untyped_storage()._cdata
-            if key in stay:
-                continue
-            if key not in copies:
-                originals.append(tensor.untyped_storage())
-                copies[key] = originals[-1].clone()  # type: ignore[no-untyped-call]
-            layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[key], *layout)
+            other = originals[-1].clone()  # type: ignore[no-untyped-call]
+            for tensor in tensors.values():
+                layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(other, *layout)
     _enable_profiler_legacy(_EVENTS)
     originals.clear()
     _disable_profiler_legacy()
+
+
+def _is_strange(tensor: torch.Tensor) -> bool:
+    """Whether a storage does not tell all that a tensor is, or was not made by torch's own allocator."""
+    return (
+        not torch._C._has_storage(tensor)
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+        or tensor.is_pinned()
+    )
 
 
 class _Threads(threading.local):

@@ -5,8 +5,9 @@ than there are blocks. Blocks can be executed again to be measured, but the code
 user's own. What it holds is in autograd's graph, though, once the backward begins: `Outside` counts the tensors that
 nodes of the gaps have saved, and then follows their gradients, node by node, while the backward goes on.
 
-Nothing of the step is changed. No tensor is held, hooks on nodes only look, and what a node takes inside itself is
-read from a meter around the backward.
+Nothing of the step is changed. No tensor is held, hooks on nodes only look, and what a node takes inside itself is what
+torch's allocator records meanwhile: no dispatch mode is around the backward, under which some derivatives give other
+bits.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Outside:
         self._marks: dict[int, _Mark] = {}
         self._live = 0
         self._handles: list[Any] = []
-        self._nodes: dict[Any, tuple[memory.Meter, int]] = {}  # that are being executed
+        self._nodes: dict[Any, tuple[memory.Meter | None, int]] = {}  # that are being executed
         self._paused = False
         _watch(self)
 
@@ -283,13 +284,21 @@ class Outside:
         """
         after_model = 0
         for node, stage in stages.items():
-            if stage % 2 == 0:
-                known = self._end is None or node._sequence_nr() < self._end
-                for tensor in _saved(node):
-                    new = self._hold(tensor, stage, kept=True, known=known)
-                    after_model += sum(mark.nbytes for mark in new) * (not known)
-                before, after = partial(self._before, stage), partial(self._after, stage)
-                self._handles += [node.register_prehook(before), node.register_hook(after)]
+            if stage % 2:
+                continue
+            try:
+                saved, packed = _saved(node)
+            except RuntimeError:  # changed in place, or freed: the backward will end here
+                continue
+            known = self._end is None or node._sequence_nr() < self._end
+            for tensor in saved:
+                new = self._hold(tensor, stage, kept=True, known=known)
+                after_model += sum(mark.nbytes for mark in new) * (not known)
+            # Code of the user's may do anything, also begin to profile.
+            users = packed or isinstance(node, torch._C._FunctionBase)
+            looks = self._device.type != "cpu" or not users
+            before, after = partial(self._before, stage, looks), partial(self._after, stage)
+            self._handles += [node.register_prehook(before), node.register_hook(after)]
         return after_model
 
     def _weigh(self, after_model: int) -> None:
@@ -333,10 +342,6 @@ class Outside:
         self._peaks[-1] = max(self._peaks[-1], self._in_forward[-1][1] + after_model - there[-2])
         self._seen = [0] * len(self._peaks)
 
-    def metered(self) -> memory.Meter:
-        """A meter to be entered around the backward, without which those around nodes would see little."""
-        return memory.peak(self._device)
-
     def end_backward(self) -> None:
         """Tell what was seen, now that the backward is over."""
         self.let_go()
@@ -375,7 +380,8 @@ class Outside:
         for handle in self._handles:
             handle.remove()
         for meter, _ in self._nodes.values():  # there was an error
-            meter.__exit__(None, None, None)
+            if meter is not None:
+                meter.__exit__(None, None, None)
         self._handles, self._nodes = [], {}
 
     def _stage(self, node: Any) -> int:
@@ -407,19 +413,21 @@ class Outside:
                     waiting[stage] += nbytes
         return waiting
 
-    def _before(self, stage: int, gradients: Gradients) -> None:
-        """Look at the gradients that a node is about to be called with."""
+    def _before(self, stage: int, looks: bool, gradients: Gradients) -> None:
+        """Look at the gradients that a node is about to be called with, and `looks` into it from now on."""
         self._see(gradients)
         self._note(stage, self._live)
-        meter = memory.peak(self._device)
+        meter = memory.inside(self._device).__enter__() if looks else None
         # On several devices, several threads of autograd's are here.
-        self._nodes[torch._C._current_autograd_node()] = meter.__enter__(), self._live
+        self._nodes[torch._C._current_autograd_node()] = meter, self._live
 
     def _after(self, stage: int, gradients: Gradients, _: Gradients) -> None:
         """Look at the gradients that a node has made, and at what it took itself."""
         meter, live = self._nodes.pop(torch._C._current_autograd_node())
-        meter.__exit__(None, None, None)
-        self._note(stage, live + meter.peak)
+        if meter is not None:
+            meter.__exit__(None, None, None)
+            memory.forget(gradients)
+            self._note(stage, live + meter.peak)
         self._see(gradients)
         self._note(stage, self._live)
 
@@ -470,7 +478,11 @@ def _parts(output: Any) -> Iterable[Any]:
 
 
 def _key(tensor: Tensor) -> int | None:
-    strange = tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
+    strange = (
+        tensor.layout is not torch.strided
+        or not torch._C._has_storage(tensor)  # batched
+        or is_traceable_wrapper_subclass(tensor)
+    )
     return None if strange else int(tensor.untyped_storage()._cdata)
 
 
@@ -495,20 +507,20 @@ def nodes_behind(nodes: Iterable[Any]) -> list[Any]:
     return list(found)
 
 
-def _saved(node: Any) -> list[Tensor]:
-    """Return the tensors that a node has saved, or those that saved-tensor hooks were given."""
+def _saved(node: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors that a node has saved, or those that saved-tensor hooks gave, and whether there are such."""
+    packed = False
     tensors: list[Any] = list(getattr(node, "__dict__", {}).values())  # of somebody's own Function
     for raw, name in _names_of_saved(type(node)):
-        # Raised if a saved tensor was changed in place: so will the backward.
-        with contextlib.suppress(RuntimeError):
-            parts = getattr(node, raw)
-            parts = parts if isinstance(parts, tuple | list) else (parts,)
-            if all(part.unpack_hook is None for part in parts):
-                value = getattr(node, name)
-                tensors += value if isinstance(value, tuple | list) else (value,)
-            else:
-                tensors += [part.data for part in parts]
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        parts = getattr(node, raw)
+        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        if all(part.unpack_hook is None for part in parts):
+            value = getattr(node, name)
+            tensors += value if isinstance(value, tuple | list) else (value,)
+        else:
+            packed = True
+            tensors += [part.data for part in parts]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)], packed
 
 
 _names: dict[type, list[tuple[str, str]]] = {}
@@ -525,7 +537,8 @@ def _names_of_saved(kind: type) -> list[tuple[str, str]]:
 
 
 def _gradient_bytes(node: Any) -> int:
-    return sum(prod(output.shape) * output.dtype.itemsize for output in node._input_metadata)
+    outputs = [output for output in node._input_metadata if not output.is_nested_tensor]
+    return sum(prod(output.shape) * output.dtype.itemsize for output in outputs)
 
 
 # --------------------------------------------------------------------------------------------- where backwards begin
@@ -539,6 +552,7 @@ def _watch(outside: Outside) -> None:
     """Let a step know when a backward begins: there is no other sign of it (torch 2.14)."""
     global _engine
     _waiting.add(outside)
+    weakref.finalize(outside, _restore).atexit = False
     if _autograd._engine_run_backward is not _run_backward:
         _engine = _autograd._engine_run_backward
         _autograd._engine_run_backward = _run_backward
@@ -550,7 +564,7 @@ def _unwatch(outside: Outside) -> None:
 
 
 def _restore() -> None:
-    if not _waiting and _autograd._engine_run_backward is _run_backward:
+    if not tuple(_waiting) and _autograd._engine_run_backward is _run_backward:
         _autograd._engine_run_backward = _engine
 
 
@@ -559,10 +573,7 @@ def _run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
     outermost = torch._C._current_graph_task_id() == -1
     begun = [o for o in tuple(_waiting) if o.begin_backward(roots)] if outermost else []
     try:
-        with contextlib.ExitStack() as meters:
-            for outside in begun:
-                meters.enter_context(outside.metered())
-            result = _engine(roots, *args, **kwargs)
+        result = _engine(roots, *args, **kwargs)
     except BaseException:
         for outside in begun:
             outside.let_go()

@@ -207,6 +207,98 @@ def test_the_graph_is_left_without_hooks_and_nothing_is_kept_alive(monkeypatch):
             gc.enable()
 
 
+def equal_bits(model, loss=loss_of):
+    """Compare steps within a budget with the plain one, without any meter around that would change both."""
+
+    def once():
+        torch.manual_seed(3)
+        model.zero_grad()
+        value = loss(model, tokens())
+        value.backward()
+        return [value.detach(), *[p.grad for p in model.parameters()], torch.get_rng_state()]
+
+    expected = once()
+    with attach(model, hooks=[Checkpoint(memory_budget=0.9)]):
+        for _ in range(3):
+            assert same(once(), expected)
+
+
+class Tail(nn.Module):
+    """A stack with something after it, and between its blocks."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.model, self.inside = Tailed(n=4), inside
+        self.model.layers[1].register_forward_hook(lambda _, args, x: inside(x))
+        self.model.norm.register_forward_hook(lambda _, args, x: inside(x))
+
+    def forward(self, given):
+        return self.model(given)
+
+
+def nested(x):
+    return torch.nested.as_nested_tensor(list(x.unbind())).to_padded_tensor(0.0)
+
+
+def jagged(x):
+    parts = torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
+    return parts.sin().values().view_as(x)
+
+
+class Profiled(torch.autograd.Function):
+    """A derivative in which somebody profiles."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return gradient * 2
+
+
+INSIDE = {
+    # Torch computes these in another way under a dispatch mode.
+    "product": lambda x: x + torch.masked.prod(x, -1, keepdim=True, mask=x > 0) / 100,
+    "filled": lambda x: x.masked_fill(x > 1, x.sum() / 1000),
+    "nested": nested,
+    "jagged": jagged,
+    "profiled": Profiled.apply,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle")
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_is_between_and_after_blocks_has_the_derivatives_of_the_plain_step(name):
+    equal_bits(Tail(INSIDE[name]))
+
+
+def test_a_batched_backward_in_the_step_that_measures():
+    def loss(model, given):
+        logits = model(given)
+        weight, directions = model.head.weight, torch.stack([logits.detach(), logits.detach() ** 2])
+        (rows,) = torch.autograd.grad(
+            logits, weight, directions, is_grads_batched=True, retain_graph=True
+        )
+        return logits.square().mean() + rows.mean()
+
+    equal_bits(Tailed(), loss)
+
+
+def test_torch_is_as_before_once_nobody_waits_for_a_backward():
+    engine = torch.autograd._engine_run_backward
+    model = Tailed()
+    handle = attach(model, hooks=[Checkpoint(memory_budget=0.6)])
+    loss_of(model, tokens())  # no backward follows
+    assert torch.autograd._engine_run_backward is not engine
+    handle.remove()
+    del handle
+    gc.collect()
+    assert torch.autograd._engine_run_backward is engine
+
+
 def test_an_error_in_the_backward_leaves_the_next_step_right():
     class Fails(torch.autograd.Function):
         fail = True

@@ -106,6 +106,29 @@ def test_sparse_tensors_do_no_harm():
         assert torch.equal((x + x).to_dense(), 2 * torch.eye(6))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_do_no_harm():
+    def run():
+        leaves = [torch.ones(n, 3, requires_grad=True) for n in (2, 4)]
+        nested = torch.nested.as_nested_tensor(leaves)
+        padded = F.linear(nested, torch.ones(5, 3)).sin().to_padded_tensor(0.0)
+        padded.sum().backward()
+        return [padded.detach(), *[leaf.grad for leaf in leaves]]
+
+    expected = run()
+    with memory.peak("cpu"):
+        assert all(map(torch.equal, run(), expected))
+
+
+def test_symbolic_sizes_do_no_harm():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.ones(5, 3)
+    with memory.peak("cpu"):
+        traced = make_fx(lambda x: (x * 2).sum() + x.shape[0], tracing_mode="symbolic")(x)
+    assert traced(x) == 35
+
+
 def test_results_in_tuples_are_counted():
     x = torch.randn(256)
     with memory.peak("cpu") as meter:
@@ -175,6 +198,33 @@ def test_what_an_operation_needs_inside_itself_is_not_forgotten_for_a_profiler()
     assert peaks[0] <= peaks[1] == profiled_peak(lambda: convolution(x))
 
 
+def test_what_the_same_shapes_need_inside_depends_on_all_that_an_operation_is_given():
+    x, weight, square = torch.randn(4, 32, 200), torch.randn(32, 32, 5), torch.randn(64, 64)
+    for operation in (
+        lambda: F.conv1d(x, weight, padding=2, dilation=1),
+        lambda: F.conv1d(x, weight, padding=4, dilation=2),
+        lambda: square.softmax(1),
+        lambda: square.t().softmax(1),
+        lambda: square.sum(0),
+        lambda: square.sum(0, dtype=torch.float64),
+    ):
+        for _ in range(2):
+            with memory.peak("cpu") as meter:
+                operation()
+            assert meter.peak == profiled_peak(operation)
+
+
+def test_what_was_only_met_as_fake_tensors_is_looked_at():
+    from torch._subclasses import FakeTensorMode
+
+    x, weight = torch.randn(2, 16, 34, 34), torch.randn(16, 16, 3, 3)
+    with FakeTensorMode() as fake, memory.peak("cpu"):
+        F.conv2d(fake.from_tensor(x), fake.from_tensor(weight), stride=2)
+    with memory.peak("cpu") as meter:
+        F.conv2d(x, weight, stride=2)
+    assert meter.peak == profiled_peak(lambda: F.conv2d(x, weight, stride=2))
+
+
 def test_what_torch_says_is_allocated_is_as_before():
     def totals():
         return [total for _, _, total in allocations(lambda: convolution(x).relu().sum())]
@@ -207,6 +257,47 @@ def test_an_operation_that_draws_is_looked_at_without_a_trace():
     with memory.peak("cpu"):
         assert torch.equal(draw(), expected)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_somebody_else_holds_of_a_result_is_the_result():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Keeps(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            kept.append(result.detach())
+            return result
+
+    kept, x = [], torch.ones(3, 43)
+    with Keeps(), memory.peak("cpu"):
+        y = x.erfinv()
+    assert kept[0].data_ptr() == y.data_ptr()
+    kept.clear()
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it replaces torch's own
+        library.impl("erfinv", lambda x: [kept.append(x + 1), kept[0].detach()][1], "CPU")
+    try:
+        with memory.peak("cpu"):
+            y = torch.ones(4, 43).erfinv()
+    finally:
+        library._destroy()
+    assert kept[0].data_ptr() == y.data_ptr()
+
+
+def test_a_mode_around_the_meter_may_profile_each_operation():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Profiles(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = []
+            allocations(lambda: results.append(func(*args, **(kwargs or {}))))
+            return results[0]
+
+    x = torch.ones(3, 47)
+    with Profiles(), memory.peak("cpu"):
+        y = x.cumsum(0)
+    assert torch.equal(y, x.cumsum(0))
 
 
 def test_a_measured_step_is_the_plain_step():
