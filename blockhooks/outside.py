@@ -545,17 +545,18 @@ def _gradient_bytes(node: Any) -> int:
 
 _waiting: weakref.WeakSet[Outside] = weakref.WeakSet()
 _autograd: Any = torch.autograd
-_engine: Any = None
+_patch: partial[Any] | None = None
 
 
 def _watch(outside: Outside) -> None:
     """Let a step know when a backward begins: there is no other sign of it (torch 2.14)."""
-    global _engine
+    global _patch
     _waiting.add(outside)
     weakref.finalize(outside, _restore).atexit = False
-    if _autograd._engine_run_backward is not _run_backward:
-        _engine = _autograd._engine_run_backward
-        _autograd._engine_run_backward = _run_backward
+    if _autograd._engine_run_backward is not _patch:
+        # With its own engine each: somebody may have put one that calls the patch before in its place.
+        _patch = partial(_run_backward, _autograd._engine_run_backward)
+        _autograd._engine_run_backward = _patch
 
 
 def _unwatch(outside: Outside) -> None:
@@ -564,16 +565,17 @@ def _unwatch(outside: Outside) -> None:
 
 
 def _restore() -> None:
-    if not tuple(_waiting) and _autograd._engine_run_backward is _run_backward:
-        _autograd._engine_run_backward = _engine
+    patch = _patch
+    if not tuple(_waiting) and patch is not None and _autograd._engine_run_backward is patch:
+        (_autograd._engine_run_backward,) = patch.args
 
 
-def _run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_backward(engine: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
     _restore()  # those that waited may be gone
     outermost = torch._C._current_graph_task_id() == -1
     begun = [o for o in tuple(_waiting) if o.begin_backward(roots)] if outermost else []
     try:
-        result = _engine(roots, *args, **kwargs)
+        result = engine(roots, *args, **kwargs)
     except BaseException:
         for outside in begun:
             outside.let_go()

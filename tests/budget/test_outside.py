@@ -299,6 +299,27 @@ def test_torch_is_as_before_once_nobody_waits_for_a_backward():
     assert torch.autograd._engine_run_backward is engine
 
 
+def test_somebody_else_may_replace_the_engine_function_meanwhile(monkeypatch):
+    model, called = Tailed(), []
+
+    def loss(model, given):
+        value, engine = loss_of(model, given), torch.autograd._engine_run_backward
+
+        def replaced(*args, **kwargs):
+            called.append(1)
+            return engine(*args, **kwargs)
+
+        if not called:
+            monkeypatch.setattr(torch.autograd, "_engine_run_backward", replaced)
+        return value
+
+    expected = step(model, tokens(32))[1]
+    with attach(model, hooks=[Checkpoint(memory_budget=0.9)]):
+        step(model, tokens(), loss)
+        assert same(step(model, tokens(32), loss)[1], expected)
+    assert called
+
+
 def test_an_error_in_the_backward_leaves_the_next_step_right():
     class Fails(torch.autograd.Function):
         fail = True
