@@ -1,17 +1,19 @@
 """Measure what one block costs, beside a step that goes on.
 
 The block is executed again as in a recompute, so the world is left as it was, and its backward is run on stand-ins:
-x is detached, and so is each parameter, whose gradient is dropped as soon as it exists. No gradient of the user's is
-touched, and no hook on a parameter is called.
+x is detached, and so are the tensors among the side inputs and each parameter, whose gradient is dropped as soon as it
+exists. No gradient of the user's is touched, and no backward hook on a tensor or module is called. (What is called are
+the derivatives of the user's own `autograd.Function`s, and hooks that a block puts on nodes of the graph.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,21 @@ __all__ = ["Execute", "Measured", "measure_block"]
 Execute = Callable[[Any, contextlib.AbstractContextManager[Any]], Any]
 """``execute(x, inside) -> x``: one more execution of a block; `inside` is entered innermost, around the block."""
 
+
+class SideInputs(Protocol):
+    """Where a block's side inputs come from: see `blockhooks.run.Run`."""
+
+    def side(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The side inputs."""
+        ...
+
+    def side_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Give others to the block."""
+        ...
+
+
 ModeContext = Callable[[], contextlib.AbstractContextManager[Any]]
 _PLAIN: Final[ModeContext] = contextlib.nullcontext
 
@@ -42,7 +59,7 @@ def measure_block(
     x: Any,
     *,
     modules: Iterable[nn.Module],
-    side: Any = (),
+    side: SideInputs,
     name: str = "",
     modes: Mapping[Mode, ModeContext] | None = None,
     new_gradients: bool = False,
@@ -61,7 +78,7 @@ def measure_block(
     Returns:
         Its costs. Bytes are those of the meter (`blockhooks.memory`), above what is held before the block.
     """
-    bench = _Bench(execute, x, tuple(modules), new_gradients)
+    bench = _Bench(execute, x, tuple(modules), side, new_gradients)
     kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
     modes_costs = []
     for mode, around in (modes or {}).items():
@@ -92,7 +109,8 @@ def measure_block(
         gradient=kept.gradient,
         modes=tuple(modes_costs),
     )
-    return Measured(costs, kept.unsaved, frozenset(storage_keys(tensors_in(side)) & kept.saved))
+    given = storage_keys(tensors_in(side.side()))
+    return Measured(costs, kept.unsaved, frozenset(given & kept.saved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +155,11 @@ class _Bench:
         execute: Execute,
         x: Any,
         modules: tuple[nn.Module, ...],
+        side: SideInputs,
         new_gradients: bool,
     ) -> None:
-        self.execute, self.modules, self.new_gradients = execute, modules, new_gradients
+        self.execute, self.modules, self.side = execute, modules, side
+        self.new_gradients = new_gradients
         self.x = capture(x, take_tensors=True)
         self.held = _storages(self.x.tensors)
         device = next((t.device for t in self.x.tensors), torch.device("cpu"))
@@ -212,15 +232,13 @@ class _Bench:
         saved: Callable[[Tensor], Tensor],
         end: Callable[[], None] = lambda: None,
     ) -> Any:
-        leaves = [
-            t.detach().requires_grad_() if t.requires_grad else t.detach() for t in self.x.tensors
-        ]
+        leaves = list(map(_detached, self.x.tensors))
         # A mode has hooks of its own, which would hand on what they keep to any around them.
         watched = saved_tensors_hooks(saved, _identity) if around is _PLAIN else around()
         with torch.enable_grad(), _without_hooks():
-            parameters = _StandIns(self.modules, self.new_gradients, end)
-            with watched:
-                return self.execute(self.x.rebuild(leaves), parameters)
+            stand_ins = _StandIns(self.modules, self.side, self.new_gradients, end)
+            with watched, _no_hooks_on_tensors():
+                return self.execute(self.x.rebuild(leaves), stand_ins)
 
     def backward(self, root: Tensor | None, ends: Sequence[GradientEdge]) -> None:
         if root is not None and ends:
@@ -319,38 +337,99 @@ class _Sink(torch.autograd.Function):
 
 
 class _StandIns(contextlib.AbstractContextManager[None]):
-    """Puts stand-ins in the place of modules' parameters, inside of all that restores the modules' state.
+    """Puts stand-ins in the place of parameters and side inputs, inside of all that restores the modules' state.
 
-    Attributes:
-        leaves: The detached parameters, once it is entered.
+    Modules have no backward hooks meanwhile.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], new_gradients: bool, end: Callable[[], None]
+        self,
+        modules: Iterable[nn.Module],
+        side: SideInputs,
+        new_gradients: bool,
+        end: Callable[[], None],
     ) -> None:
-        self.modules, self.new_gradients, self.end = modules, new_gradients, end
-        self.leaves: list[Tensor] = []
-        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self.modules, self.side, self.new_gradients, self.end = modules, side, new_gradients, end
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        sinks: dict[int, Tensor] = {}
-        for module in self.modules:
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in sinks:
-                    self.leaves.append(parameter.detach().requires_grad_())
-                    hold = self.new_gradients and parameter.grad is None
-                    sink = sinks[id(parameter)] = _Sink.apply(self.leaves[-1], hold)  # type: ignore[no-untyped-call]
-                    sink.grad_fn._set_sequence_nr(_AT_ONCE)
-                self._replaced.append((module._parameters, name, parameter))
-                module._parameters[name] = sinks[id(parameter)]  # type: ignore[assignment]
+        with contextlib.ExitStack() as stack:
+            given = capture(self.side.side(), take_tensors=True)
+            if any(t.requires_grad for t in given.tensors):
+                others = given.rebuild(list(map(_detached, given.tensors)))
+                stack.enter_context(self.side.side_inputs(*others))
+            stack.callback(self.end)
+            sinks: dict[int, Tensor] = {}
+            for module in self.modules:
+                for name, value in _NO_BACKWARD_HOOKS.items():
+                    module.__dict__[name] = value
+                    stack.callback(module.__dict__.pop, name)
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and parameter.requires_grad:
+                        stack.callback(module._parameters.__setitem__, name, parameter)
+                        module._parameters[name] = self._sink(parameter, sinks)  # type: ignore[assignment]
+            self._stack = stack.pop_all()
+
+    def _sink(self, parameter: nn.Parameter, sinks: dict[int, Tensor]) -> Tensor:
+        if id(parameter) not in sinks:
+            hold = self.new_gradients and parameter.grad is None
+            leaf = parameter.detach().requires_grad_()
+            sink: Tensor = _Sink.apply(leaf, hold)  # type: ignore[no-untyped-call]
+            sink.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[union-attr]
+            sinks[id(parameter)] = sink
+        return sinks[id(parameter)]
 
     def __exit__(self, *_: object) -> None:
-        for parameters, name, parameter in self._replaced:
-            parameters[name] = parameter
-        self._replaced = []
-        self.end()
+        self._stack.close()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor that is not part of the step's graph, with the attributes that the user gave it."""
+    alone = tensor.detach().requires_grad_(tensor.requires_grad)
+    alone.__dict__.update(tensor.__dict__)
+    return alone
+
+
+_NO_BACKWARD_HOOKS: Final[dict[str, Callable[[], Any]]] = {
+    "_get_backward_hooks": lambda: ([], []),
+    "_get_backward_pre_hooks": list,
+}
+"""What a call of a module asks for its backward hooks, and those of all modules."""
+
+
+class _Thread(threading.local):
+    measures = False
+
+
+_thread = _Thread()
+_register_hook: Final = Tensor.register_hook
+_lock = threading.Lock()
+_measuring = 0
+
+
+@contextlib.contextmanager
+def _no_hooks_on_tensors() -> Iterator[None]:
+    """Let hooks that this thread puts on tensors be none: they are for the step's own backward."""
+    global _measuring
+    with _lock:
+        _measuring += 1
+        Tensor.register_hook = _register_no_hook  # type: ignore[method-assign]
+    _thread.measures = True
+    try:
+        yield
+    finally:
+        _thread.measures = False
+        with _lock:
+            _measuring -= 1
+            if not _measuring:
+                Tensor.register_hook = _register_hook  # type: ignore[method-assign]
+
+
+def _register_no_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+    if _thread.measures:
+        handle.remove()
+    return handle
 
 
 # ----------------------------------------------------------------------------------------------------------- clocks

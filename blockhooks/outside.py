@@ -426,7 +426,7 @@ class Outside:
         meter, live = self._nodes.pop(torch._C._current_autograd_node())
         if meter is not None:
             meter.__exit__(None, None, None)
-            memory.forget(gradients)
+            memory.forget([t for t in gradients if t is not None and _key(t) not in self._marks])
             self._note(stage, live + meter.peak)
         self._see(gradients)
         self._note(stage, self._live)

@@ -408,7 +408,7 @@ class Planner:
                     _executing(region, factories),
                     x,
                     modules=_modules(run.blocks[index]),
-                    side=run.side(),
+                    side=run,
                     name=run.name(index),
                     modes=self.modes,
                     new_gradients=self.new_gradients,

@@ -216,3 +216,48 @@ def test_blocks_that_run_under_no_grad_are_measured_with_gradients():
 def test_without_any_block_nothing_is_measured(blocks):
     with pytest.raises(BudgetError, match="expected a model, or a sequence of at least one block"):
         measure(blocks, hidden())
+
+
+class Watched(nn.Module):
+    """A block on whose backward the user looks in all ways."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.inner, self.outer, self.told = nn.Linear(32, 96), nn.Linear(96, 32), told
+        self.inner.register_full_backward_hook(lambda *_: told.append("module"))
+        self.inner.register_full_backward_pre_hook(lambda *_: told.append("module, before"))
+        self.register_full_backward_hook(lambda *_: told.append("block"))
+        self.outer.weight.register_hook(lambda grad: told.append("parameter"))
+        self.outer.bias.register_post_accumulate_grad_hook(lambda _: told.append("accumulated"))
+
+    def forward(self, x, scale):
+        x = nn.functional.gelu(self.inner(x))
+        x.register_hook(lambda grad: self.told.append("tensor"))
+        return self.outer(x) * scale
+
+
+def test_no_hook_of_a_backward_is_called_by_measuring():
+    told = []
+    blocks, source = nn.ModuleList(Watched(told) for _ in range(4)), torch.randn(16, 32)
+    every = nn.modules.module.register_module_full_backward_hook(lambda *_: told.append("every"))
+
+    def step(hooks):
+        told.clear()
+        blocks.zero_grad()
+        scale = source.clone().requires_grad_().sigmoid()
+        scale.retain_grad()
+        scale.register_hook(lambda grad: told.append("side input"))
+        apply_blocks(blocks, source.clone().requires_grad_(), scale, hooks=hooks).sum().backward()
+        return sorted(told), [scale.grad, *(p.grad for p in blocks.parameters())]
+
+    try:
+        names, expected = step(())
+        checkpoint = Checkpoint(memory_budget=1.0)
+        for _ in range(3):
+            found, gradients = step([checkpoint])
+            assert found == names
+            assert all(map(torch.equal, gradients, expected))
+    finally:
+        every.remove()
+    assert len(set(names)) == 8
+    assert torch.Tensor.register_hook.__module__ == "torch._tensor"
