@@ -22,6 +22,7 @@ import pluggy
 
 from blockhooks import hookspecs
 from blockhooks.errors import BlockhooksWarning, HookError
+from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.hooks.state import StateSnapshot
 from blockhooks.hooks.versions import VersionGuard
@@ -377,17 +378,16 @@ class HookChain:
         self._warn_shadowed()
 
     def _warn_shadowed(self) -> None:
-        """Warn of a plugin whose plan is never asked for, since one of its own kind comes before."""
-        planners: dict[type, str] = {}
-        for plugin, name in zip(self.plugins, self._names, strict=True):
-            plans = [f for f in _implementations(plugin, name) if f.hook == "plan_segments"]
-            if plans and not plans[0].wrapper and planners.setdefault(type(plugin), name) != name:
-                warnings.warn(
-                    f"{name} is shadowed by {planners[type(plugin)]}: the first plan wins, so its own is never used. "
-                    "Expected one of them in a chain; a plan can nest segments and give each block its own mode.",
-                    BlockhooksWarning,
-                    stacklevel=3,
-                )
+        """Warn of a second `Checkpoint`, whose plan is never asked for."""
+        found = zip(self.plugins, self._names, strict=True)
+        first, *others = [name for plugin, name in found if isinstance(plugin, Checkpoint)] or [""]
+        for name in others:
+            warnings.warn(
+                f"{name} is shadowed by {first}: the first plan wins, so its own is never used. Expected one of them in "
+                "a chain; a plan can nest segments and give each block its own mode.",
+                BlockhooksWarning,
+                stacklevel=3,
+            )
 
     def _bind(self) -> dict[str, list[_Impl]]:
         ranked: dict[str, list[tuple[int, _Impl]]] = {}
