@@ -18,9 +18,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
-from torch._C._autograd import _pop_saved_tensors_default_hooks as _pop_hooks
-from torch._C._autograd import _push_saved_tensors_default_hooks as _push_hooks
-from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,6 +25,7 @@ from blockhooks import memory
 from blockhooks.costs import BlockCosts, ModeCosts
 from blockhooks.outside import LEAF, nodes_behind, storage_keys
 from blockhooks.plan import Mode
+from blockhooks.recompute import without_hooks
 from blockhooks.structure import capture, tensors_in
 
 __all__ = ["Execute", "Measured", "measure_block"]
@@ -235,7 +233,8 @@ class _Bench:
         leaves = list(map(_detached, self.x.tensors))
         # A mode has hooks of its own, which would hand on what they keep to any around them.
         watched = saved_tensors_hooks(saved, _identity) if around is _PLAIN else around()
-        with torch.enable_grad(), _without_hooks():
+        # Those of a region that is running around us must not see this execution.
+        with torch.enable_grad(), without_hooks(object):
             stand_ins = _StandIns(self.modules, self.side, self.new_gradients, end)
             with watched, _no_hooks_on_tensors():
                 return self.execute(self.x.rebuild(leaves), stand_ins)
@@ -243,22 +242,6 @@ class _Bench:
     def backward(self, root: Tensor | None, ends: Sequence[GradientEdge]) -> None:
         if root is not None and ends:
             torch.autograd.grad(root, ends, allow_unused=True)
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Take away the saved-tensor hooks of a region that is running around us, which must not see this execution."""
-    taken: list[Any] = []
-    top: Any = _top_hooks(True)
-    while top is not None:
-        _pop_hooks()
-        taken.append(top)
-        top = _top_hooks(True)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            _push_hooks(pack, unpack)
 
 
 def _identity(value: Any) -> Any:

@@ -241,12 +241,7 @@ class _Allocations(Meter):
             _enable_profiler_legacy(_EVENTS)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.looks and _profiler_enabled():  # autograd takes it away at an error in a derivative
             events = chain.from_iterable(_disable_profiler_legacy())
             levels = list(accumulate((event.cpu_memory_usage() for event in events), initial=0))

@@ -56,6 +56,7 @@ __all__ = [
     "open_frame",
     "packed_elsewhere",
     "taking",
+    "without_hooks",
 ]
 
 Check = Literal["shapes", "values", "none"]
@@ -154,6 +155,22 @@ class PackHook:
         raise NotImplementedError
 
 
+@contextlib.contextmanager
+def without_hooks(kind: type) -> Iterator[None]:
+    """Take away the saved-tensor hooks on top whose pack hooks are of a kind, until the context is left."""
+    taken: list[Any] = []
+    top: Any = _top_hooks(True)
+    while top is not None and isinstance(top[0], kind):
+        _pop_hooks()
+        taken.append(top)
+        top = _top_hooks(True)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _push_hooks(pack, unpack)
+
+
 _refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
@@ -164,18 +181,8 @@ def _refuse_hooks_but_ours(error_message: str) -> Iterator[None]:
     Takes the place of the context in which torch refuses: ours are taken away first and given back at its end. What
     autograd saves in a transform is kept, then, and not expected from a recompute, where it is alike.
     """
-    taken: list[Any] = []
-    top: Any = _top_hooks(True)
-    while top is not None and isinstance(top[0], PackHook):
-        _pop_hooks()
-        taken.append(top)
-        top = _top_hooks(True)
-    try:
-        with _refuse_hooks(error_message):
-            yield
-    finally:
-        for pack, unpack in reversed(taken):
-            _push_hooks(pack, unpack)
+    with without_hooks(PackHook), _refuse_hooks(error_message):
+        yield
 
 
 torch.autograd.graph.disable_saved_tensors_hooks = _refuse_hooks_but_ours
