@@ -30,6 +30,7 @@ from blockhooks.recompute import as_recompute, can_recompute, is_recomputing
 from blockhooks.run import Hidden, Region, Run
 from blockhooks.solver import Plan, Solver
 from blockhooks.structure import tensors_in
+from blockhooks.survey import survey
 
 __all__ = ["Planner"]
 
@@ -407,7 +408,7 @@ class Planner:
                 measured = measure_block(
                     _executing(region, factories),
                     x,
-                    modules=_modules(run.blocks[index]),
+                    modules=survey([run.blocks[index]]).modules,
                     side=run,
                     name=run.name(index),
                     modes=self.modes,
@@ -519,11 +520,6 @@ def _kind(block: Any) -> str:
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _modules(block: Any) -> list[nn.Module]:
-    owner = getattr(block, "__self__", block)
-    return list(owner.modules()) if isinstance(owner, nn.Module) else []
 
 
 def _signature(value: Any) -> Signature:

@@ -3,6 +3,7 @@
 import copy
 import random
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -236,9 +237,11 @@ class Watched(nn.Module):
         return self.outer(x) * scale
 
 
-def test_no_hook_of_a_backward_is_called_by_measuring():
+@pytest.mark.parametrize("closed", [False, True], ids=["modules", "functions"])
+def test_no_hook_of_a_backward_is_called_by_measuring(closed):
     told = []
     blocks, source = nn.ModuleList(Watched(told) for _ in range(4)), torch.randn(16, 32)
+    called = [partial(block.__call__) for block in blocks] if closed else blocks
     every = nn.modules.module.register_module_full_backward_hook(lambda *_: told.append("every"))
 
     def step(hooks):
@@ -247,7 +250,8 @@ def test_no_hook_of_a_backward_is_called_by_measuring():
         scale = source.clone().requires_grad_().sigmoid()
         scale.retain_grad()
         scale.register_hook(lambda grad: told.append("side input"))
-        apply_blocks(blocks, source.clone().requires_grad_(), scale, hooks=hooks).sum().backward()
+        x = source.clone().requires_grad_()
+        apply_blocks(called, x, scale, hooks=hooks).sum().backward()
         return sorted(told), [scale.grad, *(p.grad for p in blocks.parameters())]
 
     try:
