@@ -365,8 +365,10 @@ class _Ledger:
                     passing = 0
                     if gaps:
                         held += block.gap
-                        last = len(self.blocks) if block.carried_to is None else block.carried_to
-                        self.carried.append((last, block.carried))
+                        if block.carried:
+                            last = block.carried_to
+                            last = len(self.blocks) if last is None else last
+                            self.carried.append((last, block.carried))
                         passing = block.passing + self.placed + self.still_carried(index)
                     marks.append((index, held, segment.mode))
                     if ends and index == segment.stop - 1:

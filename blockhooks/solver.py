@@ -57,7 +57,7 @@ MOST_SLOTS: Final = 8000
 LEAST_SLOTS: Final = 240
 PAIRS_BY_BLOCKS: Final = 160_000
 # Where there are more blocks than that, segments longer than LONG are of use only for budgets below a rung, longer than
-# twice as many for those below the next, and so on.
+# twice as many for those below the next, and so on; on the rung of the floor all are.
 MANY_BLOCKS: Final = 64
 LONG: Final = 32
 # Slots are rounded: what seems to need up to this share of them more than a budget has may keep it all the same.
@@ -194,9 +194,12 @@ class Solver:
 
     def __init__(self, profile: ChainProfile, *, apart: bool = False) -> None:
         self.profile, self.apart = profile, apart
-        self._predictions: dict[Segments, Prediction] = {}
         self._tables: dict[tuple[int, int], _Table] = {}
         self._tops: dict[int, Plan | None] = {}
+
+    @cached_property
+    def _plain(self) -> Prediction:
+        return self.profile.plain
 
     @cached_property
     def plain(self) -> Plan:
@@ -237,7 +240,7 @@ class Solver:
     def plan(self, segments: Segments, budget: int | None = None) -> Plan:
         """Return segments with what they cost."""
         time, peak = predict(self.profile, segments)
-        plain_time, plain_peak = self.profile.plain
+        plain_time, plain_peak = self._plain
         return Plan(segments, time, peak, plain_time, plain_peak, budget)
 
     def solve(self, memory_budget: str | int | float, *, beside: int = 0) -> Plan:
@@ -318,7 +321,8 @@ class Solver:
         if len(self.profile) > MOST_BLOCKS:
             return None
         many = len(self.profile) > MANY_BLOCKS
-        table = self._table(rung, LONG << rung if many else len(self.profile))
+        short = many and rung < self._rung(self._lowest)
+        table = self._table(rung, LONG << rung if short else len(self.profile))
         plans = map(self.plan, table.plans(budget))
         return next((plan for plan in plans if _fits(plan, budget)), None)
 
@@ -668,6 +672,7 @@ class _Table:
 
     def __init__(self, exact: _Least, top: int, longest: int) -> None:
         self.exact = exact
+        self._choices: dict[tuple[int, int, int, int | None], Mode | int] = {}
         self.end = end = exact.count - 1
         self.longest = longest = min(longest, end)
         pairs = sum((end - length) * (length + 1) for length in range(longest))
@@ -680,12 +685,14 @@ class _Table:
         self.waiting = [round(waiting / self.unit) for waiting in exact.waiting]
         outputs = self._rounded(exact.outputs)
         # Slots of each block's input; those of the first are its caller's.
-        self.before = [0, *outputs[:-1].tolist()]
+        self.before = np.array([0, *outputs[:-1]])
         self.ways = {mode: self._way(way, outputs) for mode, way in exact.ways.items()}
         self.by_block = _by_block(self.ways)
-        # By mode and block, where to find what those after it cost, with less memory for what it holds.
+        # By mode and block, where to find what those after it cost, with less memory for what it holds; and what it and
+        # they cost, with less for its input.
         rows = np.arange(exact.count)[:, None] * (slots + 1) + self.memory
         self.places = {mode: rows - way.held[:, None] for mode, way in self.ways.items()}
+        self.inputs = rows - self.before[:, None]
         # By length and first block: costs[length, s][m] = cost(s, s + length)[m] + forward(0..s-1), and the same
         # shifted by the input of s, so that m counts from before that.
         self.costs = np.empty((longest, end, slots + 1), np.float32)
@@ -740,8 +747,8 @@ class _Table:
             found[self.memory < least[:, None]] = np.inf
             np.minimum(costs, found, out=costs)
         costs[self.exact.beyond(length)[:starts]] = np.inf
-        for start, row in enumerate(costs):
-            self._shift(start, row, shifted[start])
+        costs.take(self.inputs[:starts], out=shifted, mode="clip")
+        np.copyto(shifted, np.inf, where=self.memory < self.before[:starts, None])
 
     def _fill_to_end(self, start: int) -> None:
         """Compute the costs of all blocks from `start` on, from those of later ones."""
@@ -764,10 +771,7 @@ class _Table:
                     time = np.float32(way.time) - (self.forward[start + 1] - forward)
                     kept = rest[least - way.held : len(row) - way.held] + time
                     np.minimum(row[least:], kept, out=row[least:])
-        self._shift(start, row, self.shifted_to_end[start])
-
-    def _shift(self, start: int, row: Floats, shifted: Floats) -> None:
-        before = self.before[start]
+        shifted, before = self.shifted_to_end[start], self.before[start]
         shifted[:before] = np.inf
         shifted[before:] = row[: len(row) - before]
 
@@ -784,7 +788,8 @@ class _Table:
             items, peak = self._choose(0, self.end, slot)
             if peak <= budget:
                 yield exact.segments(items)
-            slot -= 1
+            # What is chosen is what rounding favours, in a long chain by many slots; half of them is not too far.
+            slot -= max(int((peak - budget) / self.unit / 2), 1)
 
     def plan_within(self, slot: int, budget: int) -> tuple[float, Segments]:
         """Return a plan that keeps a budget to the byte, chosen by the costs of a slot, and its time by these."""
@@ -808,50 +813,69 @@ class _Table:
         exact, items = self.exact, list[tuple[Mode, int] | Segment]()
         held = peak = 0
         while start < last:
-            forward = self.forward[start]
-            lengths = np.arange(min(last - start, self.longest))
-            times = self.costs[lengths, start, slot] - forward
-            if last == self.end:
-                times += self.shifted_to_end[start + 1 + lengths, slot]
-                rest = self.costs_to_end[start + 1]
-            else:
-                times += self.shifted[last - start - 1 - lengths, start + 1 + lengths, slot]
-                rest = self.costs[last - start - 1, start + 1]
-            if budget is not None:
-                np.minimum(times, NEVER, out=times)
-                times[exact.cutting(start, last) > budget - held] = np.inf
-            cut = int(times.argmin())
-            best, chosen = times[cut], None
-            for mode, way in self.by_block[start].items():
-                if budget is None:
-                    fits = round(way.least(self.waiting[last])) <= slot
-                else:
-                    fits = exact.keeping(mode, start, last) <= budget - held
-                if fits:
-                    time = rest[max(slot - way.held, 0)] + way.time
-                    time = min(time - (self.forward[start + 1] - forward), NEVER)
-                    if time <= best:
-                        best, chosen = time, mode
-            if chosen is None:
-                within = None if budget is None else budget - held
-                inside, most = self._choose(start, start + cut, slot, within)
-                items.append(_segment(start, start + cut + 1, inside))
+            free = None if budget is None else budget - held
+            choice = self._choice(start, last, slot, free)
+            if isinstance(choice, int):
+                inside, most = self._choose(start, choice, slot, free)
+                items.append(_segment(start, choice + 1, inside))
                 peak = max(peak, held + most)
-                held += int(exact.outputs[start + cut])
-                start += cut + 1
-                slot = max(slot - self.before[start], 0)
+                held += int(exact.outputs[choice])
+                start = choice + 1
+                slot = max(slot - int(self.before[start]), 0)
             else:
-                items.append(exact.item(chosen, start))
-                way = exact.by_block[start][chosen]
+                items.append(exact.item(choice, start))
+                way = exact.by_block[start][choice]
                 peak = max(peak, held + way.least(exact.waiting[last]))
                 held += way.held
-                slot = max(slot - self.by_block[start][chosen].held, 0)
+                slot = max(slot - self.by_block[start][choice].held, 0)
                 start += 1
         ways, free = (self.by_block, slot) if budget is None else (exact.by_block, budget - held)
         fitting = [mode for mode in exact.last_modes if ways[last][mode].last_peak <= free]
         mode = min(fitting, key=lambda mode: exact.by_block[last][mode].last_time)
         peak = max(peak, held + exact.by_block[last][mode].last_peak)
         return [*items, exact.item(mode, last)], peak
+
+    def _choice(self, start: int, last: int, slot: int, free: int | None) -> Mode | int:
+        """Return the mode to keep a block in, or the last block of the segment to recompute that begins with it.
+
+        Args:
+            start: The block.
+            last: The last one of those after it.
+            slot: The slot.
+            free: Bytes that are left; None if slots decide what fits.
+        """
+        key = start, last, slot, free
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._chosen(start, last, slot, free)
+        return choice
+
+    def _chosen(self, start: int, last: int, slot: int, free: int | None) -> Mode | int:
+        exact, forward = self.exact, self.forward[start]
+        count = min(last - start, self.longest)
+        if last == self.end:
+            rests = self.shifted_to_end[start + 1 : start + 1 + count, slot]
+            rest = self.costs_to_end[start + 1]
+        else:
+            # Of the parts from each block after `start` on to `last`.
+            lengths = np.arange(last - start - 1, last - start - 1 - count, -1)
+            rests = self.shifted[lengths, last - lengths, slot]
+            rest = self.costs[last - start - 1, start + 1]
+        times = self.costs[:count, start, slot] - forward + rests
+        if free is not None:
+            np.minimum(times, NEVER, out=times)
+            times[exact.cutting(start, last) > free] = np.inf
+        cut = int(times.argmin())
+        best, chosen = times[cut], None
+        for mode, way in self.by_block[start].items():
+            in_slots = round(way.least(self.waiting[last])) <= slot
+            fits = in_slots if free is None else exact.keeping(mode, start, last) <= free
+            if fits:
+                time = rest[max(slot - way.held, 0)] + way.time
+                time = min(time - (self.forward[start + 1] - forward), NEVER)
+                if time <= best:
+                    best, chosen = time, mode
+        return start + cut if chosen is None else chosen
 
 
 def _segment(start: int, stop: int, items: list[tuple[Mode, int] | Segment]) -> Segment:
