@@ -522,7 +522,7 @@ def summary_table(ways: Sequence[Way]) -> Table:
     """Show what each way costs, and whether it is bit for bit the plain loop."""
     table: Table = import_extra("rich.table", "demo", "the demo").Table(
         title="Memory and time of a step",
-        caption="peaks are of the whole step: blocks, embeddings, logits and loss; a budget is of the blocks",
+        caption="peaks, and the budget, are of the whole step: blocks, embeddings, logits and loss",
     )
     table.add_column("")
     for heading in ("activation peak", "of plain", "step time", "of plain", "bit for bit"):
