@@ -19,10 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ModeCosts
+from blockhooks.errors import BudgetError
 from blockhooks.outside import LEAF, nodes_behind, storage_keys
 from blockhooks.plan import Mode
 from blockhooks.recompute import without_hooks
@@ -75,9 +80,21 @@ def measure_block(
 
     Returns:
         Its costs. Bytes are those of the meter (`blockhooks.memory`), above what is held before the block.
+
+    Raises:
+        BudgetError: If its backward needs other processes to do something that measuring does not.
     """
     bench = _Bench(execute, x, tuple(modules), side, new_gradients)
-    kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
+    try:
+        kept, timed = bench.weigh(_PLAIN), bench.time(_PLAIN)
+    except RuntimeError as error:
+        if not bench.collectives:
+            raise
+        raise BudgetError(
+            f"{name} cannot be measured ({error}): it waits for other processes inside of itself "
+            f"({bench.collectives[0]}), and is not complete without what they do for its backward. Put the hooks inside "
+            "of that (attach(model, ...) does with FSDP's blocks), or give a plan in place of a budget."
+        ) from error
     modes_costs = []
     for mode, around in (modes or {}).items():
         lighter = bench.weigh(around)
@@ -108,7 +125,8 @@ def measure_block(
         modes=tuple(modes_costs),
     )
     given = storage_keys(tensors_in(side.side()))
-    return Measured(costs, kept.unsaved, frozenset(given & kept.saved))
+    communicates = next(iter(bench.collectives), "")
+    return Measured(costs, kept.unsaved, frozenset(given & kept.saved), communicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +137,13 @@ class Measured:
         costs: Its costs.
         unsaved: Bytes that it puts into its side inputs, and that autograd does not keep.
         side: Keys of the storages of side inputs that autograd keeps.
+        communicates: An operation of its forward that waits for other processes, or nothing.
     """
 
     costs: BlockCosts
     unsaved: int
     side: frozenset[int]
+    communicates: str
 
 
 @dataclass(slots=True)
@@ -160,6 +180,7 @@ class _Bench:
         self.new_gradients = new_gradients
         self.x = capture(x, take_tensors=True)
         self.held = _storages(self.x.tensors)
+        self.collectives: list[str] = []
         device = next((t.device for t in self.x.tensors), torch.device("cpu"))
         self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self.device = device
@@ -178,7 +199,8 @@ class _Bench:
                 found.unsaved = meter.now
 
             begin = _get_sequence_nr()
-            y = self.forward(around, saved, end)
+            with _watching_communication(self.collectives):
+                y = self.forward(around, saved, end)
             found.forward_peak = meter.peak
             found.unsaved -= meter.now  # no longer held by the side inputs
             results = tensors_in(y)
@@ -269,6 +291,29 @@ def _ends(root: Tensor | None, begin: int) -> list[GradientEdge]:
                 nodes.append(earlier)
     behind = set(nodes_behind(edge[0] for edge in edges))
     return [GradientEdge(*edge) for edge in edges if edge[0] not in behind]
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that wait for other processes."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what it does to its parts comes here in turn
+        if "c10d" in func.namespace:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _watching_communication(names: list[str]) -> contextlib.AbstractContextManager[Any]:
+    """Note the operations that wait for other processes, if there can be any."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return _Collectives(names)
+    return contextlib.nullcontext()
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -26,14 +26,22 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
-from torch._C import _len_torch_dispatch_stack
+from torch._C import (
+    _get_dispatch_mode,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
 from torch._C._autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
     _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["Meter", "forget", "inside", "peak"]
@@ -102,6 +110,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Not those of torch's own, as when a DTensor works out how to shard a result.
+        self.fakes = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
         self.live = 0
         self.meters: list[_HostMeter] = []
         self.marks: dict[int, _Mark] = {}
@@ -113,6 +123,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what it does to its parts comes here in turn
         if not _makes_storages(func):
             return func(*args, **kwargs)
         key = None if types else _key(func, args, kwargs)
@@ -137,7 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.marks:
+        if key in self.marks or (storage.device.type == "meta" and not self.fakes):
             return
         mark = self.marks[key] = _Mark(storage, self._freed)
         mark.key, mark.nbytes = key, storage.nbytes()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
+from blockhooks.errors import BudgetError
 from blockhooks.measuring import ModeContext, measure_block
 from blockhooks.outside import Gaps, Outside, storage_keys
 from blockhooks.plan import Mode, Segment, every, tree
@@ -58,6 +59,7 @@ class _Chain:
         refused: Blocks that could not be executed again when they were to be measured.
         step: The step in which it was last measured.
         forwards: How many forwards were to measure it.
+        communicates: What a block of it does that waits for other processes, in words, or nothing.
     """
 
     key: Signature
@@ -70,6 +72,7 @@ class _Chain:
     refused: set[int] = field(default_factory=set)
     step: _Step | None = None
     forwards: int = 0
+    communicates: str = ""
 
     @property
     def measured(self) -> bool:
@@ -167,11 +170,19 @@ class _Step:
         """Plan all stacks together, since their activations are held at the same time.
 
         Raises:
-            BudgetError: If no plan keeps the budget.
+            BudgetError: If no plan keeps the budget, or blocks that communicate are to be recomputed.
         """
         profile, apart = self.profile(), self.chains[0].apart
         before = max(self.allocated - profile.blocks[0].gap, 0)
-        self.plan = Solver(profile, apart=apart).solve(budget, beside=before)
+        solver = Solver(profile, apart=apart)
+        self.plan = solver.solve(budget, beside=before)
+        communicates = next((c.communicates for c in self.chains if c.communicates), None)
+        if communicates and self.plan.segments != solver.plain.segments:
+            raise BudgetError(
+                f"{communicates} waits for other processes, so all of them have to recompute it alike, but each would "
+                "plan by its own measurements. Expected the same plan in all: solve for it in one (budget.measure, "
+                "budget.solve), give it to the others (plan.save, Plan.load), and use Checkpoint(plan)."
+            )
         if not apart:
             self.chains[0].segments = self.plan.segments
             return
@@ -415,6 +426,8 @@ class Planner:
                     new_gradients=self.new_gradients,
                 )
             chain.costs[index] = measured.costs
+            if measured.communicates:
+                chain.communicates = f"{run.name(index)} ({measured.communicates})"
             outside.measured_block(measured.side, measured.unsaved)
         if chain.measured and not chain.apart:
             chain.step.solve(self.memory_budget)

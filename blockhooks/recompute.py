@@ -39,7 +39,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
 
 from blockhooks.ambient import Ambient
 from blockhooks.errors import HookError, RecomputeError
-from blockhooks.structure import capture, versions_of
+from blockhooks.structure import capture, parts_of, versions_of
 
 __all__ = [
     "Check",
@@ -698,6 +698,9 @@ def _forget_after(task: int, frame: Frame) -> None:
 
 def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
     """Shape, dtype, device, and two position-dependent sums over the bits."""
+    parts = parts_of(tensor)
+    if parts is not None:
+        return tensor.shape, tensor.dtype, tensor.device, tuple(_fingerprint(p)[-1] for p in parts)
     with torch.no_grad():
         data = tensor.detach()
         if data.layout is not torch.strided or data.numel() == 0:

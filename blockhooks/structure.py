@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "DEAD_ENDS",
@@ -44,6 +45,7 @@ __all__ = [
     "is_rng",
     "of_a_library",
     "own_attributes",
+    "parts_of",
     "plain_types",
     "rng_state",
     "tensors_in",
@@ -750,3 +752,11 @@ class Slots(collections.abc.MutableMapping[str, Any]):
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, each once, in order of first sight."""
     return capture(value, take_tensors=True).tensors
+
+
+def parts_of(tensor: Any) -> list[Tensor] | None:
+    """The tensors that a wrapper (such as a `DTensor`) stands around; None of a tensor that is none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from blockhooks.report.figures import PHASES, BlockStep, StepFigures
+from blockhooks.structure import parts_of
 
 __all__ = [
     "BACKWARD",
@@ -40,7 +41,6 @@ __all__ = [
     "Storage",
     "Timeline",
     "Watch",
-    "active_hooks",
     "autograd_is_plain",
     "nodes_since",
     "saved_in_graph",
@@ -466,7 +466,7 @@ def saved_through(hooks: tuple[Any, Any]) -> Iterator[Sizes]:
     Each tensor is handed on to that pair, so what a segment drops is dropped and what an offloader moves is moved.
 
     Args:
-        hooks: The active pair, from `active_hooks`.
+        hooks: The active pair, from `blockhooks.saved.hooks_around`.
     """
     seen: Sizes = {}
     pack, unpack = hooks
@@ -510,12 +510,6 @@ def sizes(tensors: Iterable[Tensor]) -> Sizes:
     return {weakref.ref(s): s.nbytes() for tensor in tensors for s in storages(tensor)}
 
 
-def active_hooks() -> tuple[Any, Any] | None:
-    """Return the pair of saved-tensor hooks that autograd would call now."""
-    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair
-
-
 def autograd_is_plain() -> bool:
     """Whether autograd records here, and is not that of torch.func's transforms."""
     return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
@@ -542,10 +536,10 @@ def nodes_since(number: int, outputs: Iterable[Node]) -> Iterator[Node]:
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor: one, or those of its parts if it is sparse or a wrapper around others."""
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for name in wrapper.__tensor_flatten__()[0]:
-            yield from storages(getattr(wrapper, name))
+    parts = parts_of(tensor)
+    if parts is not None:
+        for part in parts:
+            yield from storages(part)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:

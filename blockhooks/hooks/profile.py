@@ -29,6 +29,7 @@ from blockhooks.report.figures import BlockStep, Figures, compare, scalars
 from blockhooks.report.live import Strip
 from blockhooks.report.page import write_page
 from blockhooks.report.trace import chrome_trace
+from blockhooks.saved import hooks_around
 from blockhooks.timeline import (
     FORWARD,
     RECOMPUTE,
@@ -38,7 +39,6 @@ from blockhooks.timeline import (
     Storage,
     Timeline,
     Watch,
-    active_hooks,
     autograd_is_plain,
     nodes_since,
     saved_in_graph,
@@ -186,7 +186,7 @@ class Profile:
         if recomputing or not autograd_is_plain():
             with recording.timed(index, RECOMPUTE if recomputing else FORWARD):
                 return (yield)
-        inputs, hooks = _nodes(x), active_hooks()
+        inputs, hooks = _nodes(x), hooks_around()
         mode = _Mode.of(block, x, dropping=hooks is not None)
         x_sizes = None if self._is_counted(recording, index, mode) else sizes(_tensors(x))
         began = sequence_number()

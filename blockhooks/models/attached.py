@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from blockhooks.calls import call_block, in_backward
 from blockhooks.chain import HookChain, Hooks
-from blockhooks.errors import AttachError
+from blockhooks.errors import AttachError, BlockhooksWarning
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.lowering import Lowered, lower, may_recompute, traced_checkpoint
 from blockhooks.models.find import (
@@ -34,11 +35,11 @@ from blockhooks.models.report import (
     BlockRecord,
     Measure,
     StackRecord,
-    active_hooks,
 )
 from blockhooks.models.spanning import SpanningRegion, SpanningRun, spanning_checkpoint
 from blockhooks.plan import Mode, Segment
 from blockhooks.run import Hidden, Run
+from blockhooks.saved import hooks_around
 
 __all__ = ["Handle", "attach"]
 
@@ -116,6 +117,7 @@ class Handle:
         self._stacks = [_Attached(self, stack, inside=False) for stack in outer]
         self._stacks += [_Attached(self, stack, inside=True) for stack in inner]
         self._in_forward = 0
+        self._warned = False
         self.evaluating = self.called = False
         checkpoints = [plugin for plugin in chain.plugins if isinstance(plugin, Checkpoint)]
         self.planners = [c.planner for c in checkpoints if c.planner is not None]
@@ -171,6 +173,7 @@ class Handle:
             self.called = True
             self.begin_step()
             for stack in self._stacks:
+                stack.follow_classes()
                 stack.list_calls()
             for planner in self.planners:
                 planner.begin_model(model, args, kwargs)
@@ -178,6 +181,8 @@ class Handle:
         output = None
         try:
             output = plain(*args, **kwargs)
+            if begins:
+                self._warn_if_idle()
             return output
         except BaseException:
             for stack in self._stacks:
@@ -191,6 +196,20 @@ class Handle:
             if begins:
                 for planner in self.planners:
                     planner.end_model(output)
+
+    def _warn_if_idle(self) -> None:
+        """Tell once if a call of the model with gradients has gone past all of its blocks."""
+        idle = not any(stack.record.called for stack in self._stacks)
+        if idle and torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            stacks = ", ".join(stack.name for stack in self._stacks if not stack.inside)
+            warnings.warn(
+                f"none of the blocks that hooks were attached to ({stacks}) was called in a forward of the model, so that "
+                "the hooks do nothing. Expected the model to call them as modules; attach again after their `forward` was "
+                "replaced, or name what is called: attach(model, hooks, blocks=...).",
+                BlockhooksWarning,
+                stacklevel=2,
+            )
 
     def begin_step(self) -> None:
         """Forget what was done in the step before, unless this one has nothing to tell."""
@@ -263,6 +282,14 @@ class _Attached:
         for block in self.routes:
             route(self.blocks()[block.indices[0]], block)
 
+    def follow_classes(self) -> None:
+        """Route blocks anew whose class has been changed since, as `fully_shard` does."""
+        for block in self.routes:
+            module = self.modules[block.indices[0]]()
+            if module is not None and type(module) is not block.routed:
+                route(module, block)
+                block.routed = type(module)
+
     def lowered(self, index: int) -> bool | None:
         """Whether a compiled block is recomputed; None if it cannot be compiled with its hooks."""
         plan = lower(self.handle.chain.plugins, self.blocks())
@@ -301,7 +328,7 @@ class _Attached:
         self.last = index
         if self.handle.in_forward and self.handle.planners:
             self.calls.append(index)
-        blocks, outside = self.blocks(), active_hooks()
+        blocks, outside = self.blocks(), hooks_around()
         planned, segment = self.segment_of(index, blocks, args, kwargs)
         mode, make_run = segment.mode, Run
         measure = Measure(outside, count=self.measured.get(index) != mode)
@@ -421,12 +448,17 @@ def _outermost(segment: Segment) -> Iterator[Segment]:
 
 
 class _Block:
-    """The route of one block."""
+    """The route of one block.
+
+    Attributes:
+        routed: The class that it was routed in.
+    """
 
     def __init__(self, stack: _Attached, indices: list[int]) -> None:
         self.stack, self.indices = stack, indices
         self.next = 0
         self.had_gradients = False
+        self.routed: type = type(stack.blocks()[indices[0]])
         self.lowered = stack.lowered(indices[0])
         self.note_compiled = _noting([stack.record.blocks[index] for index in indices])
 

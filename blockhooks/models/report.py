@@ -13,7 +13,9 @@ from blockhooks.plan import Segment
 from blockhooks.recompute import PackHook, open_frame
 from blockhooks.report.table import size
 from blockhooks.run import Run
+from blockhooks.saved import hooks_around
 from blockhooks.structure import tensors_in
+from blockhooks.timeline import storages
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,7 +35,7 @@ class Measure:
     Holds no tensor. A context around the block's call, inside of whatever the hooks have put around it.
 
     Args:
-        outside: The saved-tensor hooks outside of the block's hooks, from `active_hooks`.
+        outside: The saved-tensor hooks outside of the block's hooks, from `hooks_around`.
         count: Whether to count bytes; a call to Python per saved tensor.
 
     Attributes:
@@ -56,7 +58,7 @@ class Measure:
     def __enter__(self) -> None:
         self.done = True
         self.gradients = torch.is_grad_enabled()
-        pair = active_hooks() if self.gradients else None
+        pair = hooks_around() if self.gradients else None
         if pair is None or pair == self._outside:
             return
         pack, unpack = pair
@@ -85,9 +87,7 @@ class Measure:
             return
         others = (*others, *block.parameters(), *block.buffers())
         aside = {
-            _weakly(tensor.untyped_storage()).cdata
-            for tensor in tensors_in(others)
-            if tensor.layout is torch.strided
+            _weakly(storage).cdata for tensor in tensors_in(others) for storage in storages(tensor)
         }
         self._seen = {ref: nbytes for ref, nbytes in self._seen.items() if ref.cdata not in aside}
         self.saved = sum(self._seen.values())
@@ -108,16 +108,10 @@ class _Counting(PackHook):
         self._pack, self._seen = pack, seen
 
     def __call__(self, tensor: Tensor) -> Any:
-        if not (tensor.is_leaf and tensor.requires_grad) and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            self._seen.setdefault(_weakly(storage), storage.nbytes())
+        if not (tensor.is_leaf and tensor.requires_grad):
+            for storage in storages(tensor):
+                self._seen.setdefault(_weakly(storage), storage.nbytes())
         return self._pack(tensor)
-
-
-def active_hooks() -> tuple[Any, Any] | None:
-    """The pair of saved-tensor hooks that autograd would call now."""
-    pair: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair
 
 
 def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:

@@ -1,12 +1,14 @@
 """However a model holds and calls its blocks, a step with hooks is the plain step, and memory is saved."""
 
 import copy
+import functools
+import warnings
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from blockhooks import Checkpoint, attach, current_block, hookimpl, plan
+from blockhooks import BlockhooksWarning, Checkpoint, attach, current_block, hookimpl, plan
 from blockhooks.plan import Segment
 from tests.models.toys import MODELS, Block, CacheLoop, Loop, TupleLoop, same, sequence, step
 
@@ -231,3 +233,38 @@ def test_inference_mode(plan_function):
         plain = model(sequence())
         with attach(model, [Checkpoint(plan_function)]):
             assert torch.equal(plain, model(sequence()))
+
+
+def other_class(module, forward):
+    """Give a module a class that was made before, as `torch.distributed.fsdp.fully_shard` does."""
+    module.__class__ = type("Other", (type(module),), {"forward": forward})
+
+
+def test_a_block_whose_class_is_changed_later_keeps_its_hooks():
+    plain, model = Loop(4), Loop(4)
+    model.load_state_dict(plain.state_dict())
+    forward = Block.forward  # from before there are hooks
+    with attach(model, Checkpoint()) as handle:
+        for block in model.layers:
+            other_class(block, forward)
+        for _ in range(2):
+            assert same(step(plain, sequence()), step(model, sequence()))
+            assert {
+                block["done"] for block in handle.report().to_dict()["stacks"][0]["blocks"]
+            } == {"recomputed"}
+    assert "forward" in vars(type(model.layers[0]))
+    assert same(step(plain, sequence()), step(model, sequence()))
+
+
+def test_hooks_that_are_never_reached_are_told():
+    model, forward = Loop(4), Block.forward
+    attach(model, Checkpoint())
+    for block in model.layers:
+        block.forward = functools.partial(forward, block)
+    with pytest.warns(
+        BlockhooksWarning, match=r"layers\) was called .*hooks do nothing.*attach again"
+    ):
+        step(model, sequence())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, sequence())  # once is enough

@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from blockhooks import Checkpoint, Offload, Profile, Selective, attach, hookimpl, plan
+from blockhooks import (
+    BlockhooksWarning,
+    Checkpoint,
+    Offload,
+    Profile,
+    Selective,
+    attach,
+    hookimpl,
+    plan,
+)
 from blockhooks.plan import Segment
 from tests.models.toys import WIDTH, Block, Loop, Vision, image, sequence, step
 
@@ -263,7 +272,8 @@ def test_blocks_of_which_only_other_methods_are_called_are_told():
     model = Flow()
     with attach(model, [Checkpoint()]) as handle:
         assert handle.report().warnings == []
-        step(model, sequence())
+        with pytest.warns(BlockhooksWarning, match=r"\(flows\) was called .*hooks do nothing"):
+            step(model, sequence())
         report = handle.report()
     assert report.title == "Flow: 1 stack of blocks, in the last step"
     assert report.warnings == ["flows: none of its 3 blocks was called in the last step."]
