@@ -193,7 +193,7 @@ class _Bench:
             def saved(tensor: Tensor) -> Tensor:
                 found.recompute_peak = meter.peak
                 found.saved |= storage_keys([tensor])
-                return tensor
+                return tensor.detach()  # a result would hold itself, where no backward comes by
 
             def end() -> None:
                 found.unsaved = meter.now
@@ -229,7 +229,7 @@ class _Bench:
         def saved(tensor: Tensor) -> Tensor:
             nonlocal stop
             stop = clock.now()
-            return tensor
+            return tensor.detach()
 
         first = _get_sequence_nr()
         y = self.forward(around, saved)

@@ -1,6 +1,7 @@
 """What `measure` says of blocks is what a step with them takes, and nothing is changed by it."""
 
 import copy
+import gc
 import random
 import types
 from functools import partial
@@ -151,6 +152,18 @@ def test_it_takes_about_the_memory_of_a_block():
     with memory.peak() as meter:
         measure(blocks, x)
     assert meter.peak < 0.2 * plain
+
+
+def test_nothing_is_left_of_a_result_that_no_backward_reaches():
+    class Drops(nn.Module):
+        def forward(self, x):
+            x.exp().tanh()
+            return x * 2
+
+    with memory.peak("cpu") as meter:
+        measure(nn.ModuleList(Drops() for _ in range(3)), hidden())
+        gc.collect()
+        assert meter.now == 0
 
 
 def test_functions_and_blocks_without_gradients_are_measured():
