@@ -293,7 +293,8 @@ class Planner:
         if call is None:
             modules = (block for block in run.blocks if isinstance(block, nn.Module))
             within = self._without_gradient(p for module in modules for p in module.parameters())
-        key = (_blocks(run), run.apart, _signature(given), torch.is_autocast_enabled(), within)
+        autocast = torch._C._is_any_autocast_enabled()
+        key = (_blocks(run), run.apart, _signature(given), autocast, within)
         return self._chains.get(key) or _Chain(key, _about(given), len(run.blocks), run.apart)
 
     def _without_gradient(self, parameters: Iterable[Tensor]) -> int:

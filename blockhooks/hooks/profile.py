@@ -479,7 +479,7 @@ class _Mode(NamedTuple):
         return cls(
             dropping,
             getattr(block, "training", None),
-            bool(tensors) and torch.is_autocast_enabled(tensors[0].device.type),
+            torch._C._is_any_autocast_enabled(),
             tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
         )
 

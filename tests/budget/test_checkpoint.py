@@ -102,6 +102,18 @@ def test_a_budget_is_kept_where_gradients_accumulate():
     assert len(checkpoint.planner.plans) == 2  # one for each kind of step
 
 
+def test_steps_with_and_without_autocast_have_plans_of_their_own():
+    blocks, x = stack(), hidden()
+    checkpoint = Checkpoint(memory_budget=0.5)
+    chain = HookChain([checkpoint])
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            step(blocks, x, chain)
+
+    full, half = checkpoint.planner.plans
+    assert half.plain_peak < full.plain_peak
+
+
 def test_the_measuring_step_needs_little_memory():
     blocks, x = stack(sizes=(256,) * 12), hidden()
     peak, _ = step(blocks, x)
