@@ -90,7 +90,7 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
         rounding. On an accelerator the peak statistics that ``torch.accelerator.max_memory_allocated`` reads are reset
         at the beginning; nothing else is changed.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
     return _HostMeter(timeline) if where.type == "cpu" else _DeviceMeter(where, timeline)
 
