@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ModeCosts
 from blockhooks.errors import BudgetError
+from blockhooks.estimating import Estimate
 from blockhooks.outside import LEAF, nodes_behind, storage_keys
 from blockhooks.plan import Mode
 from blockhooks.recompute import without_hooks
@@ -182,7 +183,7 @@ class _Bench:
         self.held = _storages(self.x.tensors)
         self.collectives: list[str] = []
         device = next((t.device for t in self.x.tensors), torch.device("cpu"))
-        self.clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self.clock = _clock(device)
         self.device = device
 
     def weigh(self, around: ModeContext) -> _Bytes:
@@ -219,7 +220,7 @@ class _Bench:
 
     def time(self, around: ModeContext) -> _Seconds:
         """Measure seconds, without any meter around."""
-        with _disable_current_modes():
+        with self.clock.running():
             return self._time(around)
 
     def _time(self, around: ModeContext) -> _Seconds:
@@ -464,6 +465,9 @@ def _register_no_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
 
 
 class _HostClock:
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return _disable_current_modes()
+
     def now(self) -> Any:
         return time.perf_counter()
 
@@ -485,3 +489,9 @@ class _DeviceClock(_HostClock):
     def between(self, begin: Any, end: Any) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+
+def _clock(device: torch.device) -> _HostClock | Estimate:
+    if device.type == "meta":
+        return Estimate()
+    return _HostClock() if device.type == "cpu" else _DeviceClock(device)

@@ -79,7 +79,8 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
     allocated before the outermost one and is freed inside it is not discounted on the CPU, as with `torch.profiler`.
 
     Args:
-        device: Where to measure. By default the current accelerator, or the CPU where there is none.
+        device: Where to measure. By default the current accelerator, or the CPU where there is none. For ``"meta"``
+            bytes are those that the meta tensors would take.
         timeline: Also keep ``meter.timeline``, for a picture.
 
     Note:
@@ -92,7 +93,9 @@ def peak(device: torch.device | str | None = None, *, timeline: bool = False) ->
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     where = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
-    return _HostMeter(timeline) if where.type == "cpu" else _DeviceMeter(where, timeline)
+    if where.type in ("cpu", "meta"):
+        return _HostMeter(timeline, where.type)
+    return _DeviceMeter(where, timeline)
 
 
 class _Mark(weakref.ref[torch.UntypedStorage]):
@@ -104,14 +107,16 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live host storages of one thread for all its open meters."""
+    """Counts the live storages of one thread, of the host or of meta tensors, for all its open meters."""
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Not those of torch's own, as when a DTensor works out how to shard a result.
-        self.fakes = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+        self.device = device
+        # Not the fake tensors of torch's own, as when a DTensor works out how to shard a result.
+        fakes = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+        self.counts_meta = fakes or device == "meta"
         self.live = 0
         self.meters: list[_HostMeter] = []
         self.marks: dict[int, _Mark] = {}
@@ -127,7 +132,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # what it does to its parts comes here in turn
         if not _makes_storages(func):
             return func(*args, **kwargs)
-        key = None if types else _key(func, args, kwargs)
+        # On meta tensors nothing is executed.
+        key = None if types or self.device == "meta" else _key(func, args, kwargs)
         inside = 0 if key is None else _insides.get(key)
         if inside is None:
             result, inside = _look_inside(func, args, kwargs, key)
@@ -141,7 +147,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _made(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            if _has_storage(result):
+            if _has_storage(result, self.device):
                 self._count(result.untyped_storage())
         elif isinstance(result, tuple | list):
             for part in result:
@@ -149,7 +155,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.marks or (storage.device.type == "meta" and not self.fakes):
+        if key in self.marks or (storage.device.type == "meta" and not self.counts_meta):
             return
         mark = self.marks[key] = _Mark(storage, self._freed)
         mark.key, mark.nbytes = key, storage.nbytes()
@@ -172,8 +178,8 @@ def _makes_storages(func: Any) -> bool:
     return schema is None or any(value.alias_info is None for value in schema.returns)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided
+def _has_storage(tensor: torch.Tensor, device: str = "cpu") -> bool:
+    return tensor.device.type == device and tensor.layout is torch.strided
 
 
 _insides: dict[Any, int] = {}
@@ -266,7 +272,7 @@ def inside(device: torch.device) -> Meter:
     On the CPU this is no dispatch mode, under which some derivatives give other bits. What was made by then and lives on
     is to be given to `forget`. Nothing is seen while a profiler is running, and none may be started meanwhile.
     """
-    return _Allocations() if device.type == "cpu" else _DeviceMeter(device, timeline=False)
+    return _Allocations() if device.type == "cpu" else peak(device)
 
 
 def forget(result: Any) -> None:
@@ -315,16 +321,17 @@ def _is_strange(tensor: torch.Tensor) -> bool:
 
 
 class _Threads(threading.local):
-    recorder: _Recorder | None = None
+    def __init__(self) -> None:
+        self.recorders: dict[str, _Recorder] = {}  # by kind of device
 
 
 _threads = _Threads()
 
 
 class _HostMeter(Meter):
-    def __init__(self, timeline: bool) -> None:
+    def __init__(self, timeline: bool, device: str) -> None:
         self.peak, self.timeline = 0, []
-        self._keeps_timeline = timeline
+        self._keeps_timeline, self._device = timeline, device
         self._begin = 0
         self._end: int | None = 0
 
@@ -333,12 +340,13 @@ class _HostMeter(Meter):
         return self._recorder.live - self._begin if self._end is None else self._end
 
     def __enter__(self) -> Self:
-        self._recorder = _threads.recorder or _Recorder()
+        begun = _threads.recorders.get(self._device)
+        self._recorder = begun or _Recorder(self._device)
         self._begin, self._end = self._recorder.live, None
         self.peak, self.timeline = 0, []
-        if _threads.recorder is None:
+        if begun is None:
             self._recorder.__enter__()  # type: ignore[no-untyped-call]
-            _threads.recorder = self._recorder
+            _threads.recorders[self._device] = self._recorder
         self._recorder.meters.append(self)
         self._note(self._begin)
         return self
@@ -353,7 +361,7 @@ class _HostMeter(Meter):
         self._end = self.now
         recorder.meters.remove(self)
         if not recorder.meters:
-            _threads.recorder = None
+            del _threads.recorders[self._device]
             recorder.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
             recorder.marks.clear()
 

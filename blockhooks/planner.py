@@ -342,7 +342,7 @@ class Planner:
 
     def _allocated(self, device: torch.device) -> int:
         """Bytes of a peak that are there before the step: parameters, gradients, what the optimizer holds."""
-        if isinstance(self.memory_budget, float) or device.type == "cpu":
+        if isinstance(self.memory_budget, float) or device.type in ("cpu", "meta"):
             return 0
         return torch.accelerator.memory_allocated(device)
 
@@ -557,7 +557,8 @@ def _about(value: Any) -> str:
     if not tensors:
         return "no tensors"
     shown = [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors[:3]]
-    return f"{', '.join(shown)} on {tensors[0].device}"
+    estimated = " (seconds are estimates)" if tensors[0].is_meta else ""
+    return f"{', '.join(shown)} on {tensors[0].device}{estimated}"
 
 
 def _tell(budget: str | int | float) -> str:

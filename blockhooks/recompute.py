@@ -703,7 +703,7 @@ def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.shape, tensor.dtype, tensor.device, tuple(_fingerprint(p)[-1] for p in parts)
     with torch.no_grad():
         data = tensor.detach()
-        if data.layout is not torch.strided or data.numel() == 0:
+        if data.layout is not torch.strided or data.numel() == 0 or data.is_meta:
             return data.shape, data.dtype, data.device, 0
         data = torch.view_as_real(data) if data.is_complex() else data
         bits = data.reshape(-1).contiguous().view(torch.uint8).to(torch.int64)

@@ -9,19 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from blockhooks.apply import apply_blocks
 from blockhooks.chain import HookChain
 from blockhooks.costs import ChainProfile
-from blockhooks.errors import BudgetError
+from blockhooks.errors import BlockhooksError, BudgetError
+from blockhooks.estimating import FusedAttention, KnownValues
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.models import attach
 from blockhooks.plan import Segment
 from blockhooks.run import Run
-from blockhooks.structure import contents_of, tensors_in
+from blockhooks.structure import capture, contents_of, tensors_in
 
 __all__ = ["measure"]
+
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def measure(
@@ -33,6 +37,10 @@ def measure(
     few times on stand-ins. A model's backward follows, to see what lies outside of its blocks: that of its loss, if one
     of its results is a scalar, else that of the first of them. Afterwards everything is as it was: parameters, gradients,
     buffers, attributes, random generators, and what the inputs hold.
+
+    Of a model on the meta device (``with torch.device("meta"): ...``) nothing is executed and nothing allocated; real
+    inputs are moved there. Bytes are those of a CPU, but for what its kernels take inside themselves. Seconds are
+    estimated: an operation takes the longer of its FLOPs at 312 TFLOP/s and the bytes that it reads and writes at 2 TB/s.
 
     Args:
         blocks_or_model: Blocks (a list, an `nn.ModuleList` or an `nn.Sequential`), or a model, whose repeated blocks
@@ -46,7 +54,8 @@ def measure(
 
     Raises:
         AttachError: If a model has no repeated blocks.
-        BudgetError: If there is no block, or not every block was called, so that there is no profile.
+        BudgetError: If there is no block, or not every block was called, so that there is no profile; or if an
+            operation needs the values that meta tensors do not have.
     """
     checkpoint = Checkpoint(memory_budget=1.0)
     assert checkpoint.planner is not None
@@ -60,20 +69,23 @@ def measure(
         raise BudgetError(
             f"measure(blocks_or_model, ...) expected a model, or a sequence of at least one block; found {blocks_or_model!r}."
         )
-    untouched = partial(_untouched, (blocks,) if model else blocks, inputs, kwargs)
+    roots = (blocks,) if model else blocks
+    untouched = partial(_untouched, roots, inputs, kwargs)
+    given: Callable[[_Inputs], contextlib.AbstractContextManager[_Inputs]]
+    given = _on_meta if _any_meta(roots, (inputs, kwargs)) else contextlib.nullcontext
     for _ in range(
         2
     ):  # what cannot be executed again in its first forward perhaps can in its second
-        with untouched(), torch.enable_grad():
+        with untouched(), torch.enable_grad(), given((inputs, kwargs)) as (args, named):
             if model:
                 with attach(blocks, hooks=checkpoint):
-                    root = _root(blocks(*inputs, **kwargs))
+                    root = _root(blocks(*args, **named))
                     wanted = [p for p in blocks.parameters() if p.requires_grad]
                     if root is not None and wanted:
                         torch.autograd.grad(root, wanted, torch.ones_like(root), allow_unused=True)
                     del root
             else:
-                apply_blocks(blocks, *inputs, hooks=checkpoint, **kwargs)
+                apply_blocks(blocks, *args, hooks=checkpoint, **named)
         profiles = checkpoint.planner.profiles
         if profiles:
             break
@@ -94,6 +106,59 @@ def _root(output: Any) -> Tensor | None:
     return next(iter(scalars or results), None)
 
 
+def _any_meta(blocks: tuple[Any, ...], inputs: _Inputs) -> bool:
+    """Whether blocks or inputs are on the meta device.
+
+    Raises:
+        BudgetError: If they are, but would be measured wrongly; or if they are fake tensors.
+    """
+    modules = [block for block in blocks if isinstance(block, nn.Module)]
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    tensors = [*parameters, *tensors_in(inputs)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise BudgetError(
+            "measure() expected real or meta tensors, found a FakeTensor; make the model under torch.device('meta') instead "
+            "of a FakeTensorMode."
+        )
+    meta = any(tensor.is_meta for tensor in tensors)
+    if meta and torch._C._is_any_autocast_enabled():
+        raise BudgetError(
+            "measure() was given meta tensors under autocast, which torch does not apply to them, so that the bytes would be "
+            "those of another dtype; give the model itself the dtype, as with model.to(torch.bfloat16), or measure real "
+            "tensors."
+        )
+    return meta
+
+
+@contextlib.contextmanager
+def _on_meta(inputs: _Inputs) -> Iterator[_Inputs]:
+    """Run what is on the meta device; gives the inputs as they are there.
+
+    Raises:
+        BudgetError: If an operation cannot be run there.
+    """
+    try:
+        with KnownValues(), FusedAttention():
+            given = capture(inputs, take_tensors=True)
+            yield given.rebuild(list(map(_moved, given.tensors)))
+    except BlockhooksError:
+        raise
+    except RuntimeError as error:
+        where = next(iter(getattr(error, "__notes__", ())), "outside of the blocks")
+        raise BudgetError(
+            f"measure() was given meta tensors, which have no values, and an operation failed {where}: {error}\n"
+            "Only real inputs can be asked for their values, and what is computed of them alone. Give those, or leave the "
+            "operation out, perhaps by another setting of the model; or measure a real model, which takes about the memory "
+            "of one block."
+        ) from error
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
 @contextlib.contextmanager
 def _untouched(
     blocks: tuple[Any, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,7 +168,7 @@ def _untouched(
     found = run.survey(all_blocks)
     owners = [*map(vars, found.modules), *found.objects, inputs, kwargs]
     contents = contents_of(owners)
-    tensors = [t for t in tensors_in(owners) if not isinstance(t, nn.Parameter)]
+    tensors = [t for t in tensors_in(owners) if not (isinstance(t, nn.Parameter) or t.is_meta)]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [(p, p.grad) for module in found.modules for p in module.parameters(recurse=False)]
     with RNGSnapshot().recompute_context(run, all_blocks)():

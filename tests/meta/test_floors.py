@@ -8,7 +8,17 @@ from tests.meta.source import modules, own_imports
 
 FLOORS = (
     ("errors", "plan", "structure", "survey", "ambient", "report", "costs", "solver", "recipes"),
-    ("recompute", "memory", "timeline", "saved", "rebuild", "offloading", "measuring", "outside"),
+    (
+        "recompute",
+        "memory",
+        "timeline",
+        "saved",
+        "rebuild",
+        "offloading",
+        "measuring",
+        "estimating",
+        "outside",
+    ),
     ("hookspecs", "run", "calls", "planner"),
     ("hooks",),
     ("chain",),

@@ -34,6 +34,16 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
+def test_meta_tensors_are_counted_apart_from_those_of_the_host():
+    with memory.peak("meta") as meter, memory.peak("cpu") as host:
+        kept = kibibytes(1).to("meta")
+        gone = torch.empty(2048 * KIB, device="meta", dtype=torch.uint8) + 1
+        del gone
+    assert (meter.peak, meter.now) == (4097 * KIB, KIB)
+    assert (host.peak, host.now) == (KIB, 0)
+    assert kept.is_meta
+
+
 def step(blocks, x):
     for block in blocks:
         x = block(x)
