@@ -177,16 +177,21 @@ def plan(
     config: Config = None,
     picture: Annotated[Path | None, typer.Option(help="Draw time against memory here.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save what was measured here, as JSON.")] = None,
+    meta: Annotated[
+        bool,
+        typer.Option("--meta", help="Measure without executing: no memory, estimated times."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the blocks of a model, and find the fastest plan within a memory budget.
 
-    TARGET may also be a file that --save has written, so that one machine can plan for another.
+    TARGET may also be a file that --save has written, so that one machine can plan for another; with --meta it can even be
+    one that the model does not fit on.
     Exits with 1 if no plan keeps the budget.
     """
     given = parse_budget(memory_budget)
     budget_in_bytes(given, plain_peak=0)  # whether it is one, before anything is measured
-    measured = measure(target, batch, seq, config)
+    measured = measure(target, batch, seq, config, meta)
     if save is not None:
         measured.save(save)
     found = budget.solve(measured, given)
@@ -255,10 +260,10 @@ def show_version(as_json: Json = False) -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def load(target: str, batch: int, seq: int, config: list[str] | None) -> Target:
+def load(target: str, batch: int, seq: int, config: list[str] | None, meta: bool = False) -> Target:
     """Load a target, with a sign of life."""
     with progress.status(f"loading {target}"):
-        return load_target(target, batch=batch, seq=seq, config=config or ())
+        return load_target(target, batch=batch, seq=seq, config=config or (), meta=meta)
 
 
 def take_step(target: Target) -> None:
@@ -283,11 +288,13 @@ def users_code(what: str) -> Iterator[None]:
         raise FactoryError(f"{what} raised {type(error).__name__}") from error
 
 
-def measure(target: str, batch: int, seq: int, config: list[str] | None) -> budget.ChainProfile:
+def measure(
+    target: str, batch: int, seq: int, config: list[str] | None, meta: bool
+) -> budget.ChainProfile:
     """Measure a target's blocks, or load what was measured before."""
     if target.endswith(".json"):
         return budget.ChainProfile.load(target)
-    loaded = load(target, batch, seq, config)
+    loaded = load(target, batch, seq, config, meta)
     with progress.status("measuring blocks"), users_code(f"a step of {target}"):
         return budget.measure(loaded.model, *loaded.args, **loaded.kwargs)
 

@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -78,7 +79,12 @@ def loss_of(output: Any) -> Tensor:
 
 
 def load_target(
-    target: str, *, batch: int = 2, seq: int = 128, config: Sequence[str] = ()
+    target: str,
+    *,
+    batch: int = 2,
+    seq: int = 128,
+    config: Sequence[str] = (),
+    meta: bool = False,
 ) -> Target:
     """Load a target.
 
@@ -87,6 +93,7 @@ def load_target(
         batch: Batch size of the inputs that are made up (``hf:``).
         seq: Tokens in a sequence of the inputs that are made up (``hf:``).
         config: Settings of the architecture as ``key=value`` (``hf:``).
+        meta: Make the model on the meta device, where it takes no memory.
 
     Raises:
         TargetError: If there is no such thing, or the factory returns something else than a model.
@@ -99,13 +106,15 @@ def load_target(
         )
     if source == "hf":
         torch.manual_seed(0)
-        model = build_model(name, _settings(config))
+        model = build_model(name, _settings(config), meta=meta)
         return Target(target, model, (), _inputs(model, model.config, batch, seq))
     if config:
         raise TargetError(
             "--config sets up hf: targets; a factory has its settings in its own code"
         )
-    return _from_factory(target, _find(source, name))
+    factory = _find(source, name)
+    with torch.device("meta") if meta else nullcontext():
+        return _from_factory(target, factory)
 
 
 # --- the user's own code ----------------------------------------------------------------------------------------------
@@ -187,12 +196,13 @@ def _settings(pairs: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def build_model(kind: str, settings: dict[str, Any]) -> Any:
+def build_model(kind: str, settings: dict[str, Any], *, meta: bool = False) -> Any:
     """Build an architecture of transformers with random weights, in training mode.
 
     Args:
         kind: The model type, such as ``"gpt2"``.
         settings: What its configuration shall have other than by default.
+        meta: Make it on the meta device, where it takes no memory.
 
     Raises:
         TargetError: If there is no such type or setting, or it does not fit into this machine's memory.
@@ -211,8 +221,12 @@ def build_model(kind: str, settings: dict[str, Any]) -> Any:
         for name in HEADS
         if type(config) in getattr(transformers, name)._model_mapping
     )
-    _refuse_what_does_not_fit(head, config, kind)
-    return head.from_config(config).train()
+    with torch.device("meta"):
+        model = head.from_config(config)
+    if not meta:
+        _refuse_what_does_not_fit(model, kind)
+        model = head.from_config(config)
+    return model.train()
 
 
 def _configured(configs: Any, kind: str, settings: dict[str, Any]) -> Any:
@@ -231,14 +245,14 @@ def _configured(configs: Any, kind: str, settings: dict[str, Any]) -> Any:
         raise TargetError(f"--config: {kind} cannot be set up so: {error}") from error
 
 
-def _refuse_what_does_not_fit(head: Any, config: Any, kind: str) -> None:
-    with torch.device("meta"):
-        nbytes = sum(p.nbytes for p in head.from_config(config).parameters())
+def _refuse_what_does_not_fit(model: nn.Module, kind: str) -> None:
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 2 * nbytes > memory:  # the weights and their gradients
         raise TargetError(
             f"hf:{kind} has weights of {nbytes / 2**30:.1f} GiB, and as much again for gradients; this machine has "
-            f"{memory / 2**30:.1f} GiB. Make it smaller, as in --config num_hidden_layers=2"
+            f"{memory / 2**30:.1f} GiB. Make it smaller, as in --config num_hidden_layers=2, or plan "
+            "without its memory: blockhooks plan --meta"
         )
 
 

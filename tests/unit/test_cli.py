@@ -216,6 +216,25 @@ def test_plan(call, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_on_meta(call):
+    options = ["--meta", "--memory-budget", "0.9", "--save", "costs.json", "--json"]
+    code, out, _ = call("plan", "users_code:positional", *options)
+    assert code == 0
+    assert len(blockhooks.budget.Plan.from_dict(json.loads(out)).segments) > 0
+    assert "on meta" in blockhooks.budget.ChainProfile.load("costs.json").about
+
+
+def test_a_model_that_does_not_fit_is_planned_for_on_meta(call):
+    pytest.importorskip("transformers")
+    sizes = [f"--config={name}" for name in ("hidden_size=65536", "num_hidden_layers=2")]
+    code, _, err = call("plan", "hf:llama", *sizes)
+    assert code == 2
+    assert "plan without its memory: blockhooks plan --meta" in err
+    code, out, _ = call("plan", "hf:llama", *sizes, "--meta", "--memory-budget", "1.0")
+    assert code == 0
+    assert "of plain" in out
+
+
 def test_a_budget_that_no_plan_keeps_is_exit_code_1(call):
     code, _, err = call("plan", "users_code:positional", "--memory-budget", "1")
     assert code == 1
