@@ -83,6 +83,11 @@ class BlockCosts:
             held in the forward up to the last that is given them, and in the backward if this one or a later of these is
             recomputed.
         carried_to: Index of the last block that is given them; by default it is this or any later one.
+        freed: Bytes of the input that are held no longer than the forward if the block is kept, since autograd does not
+            keep them, but to the end of its backward if it is the first that is executed again.
+        needed: Whether the step's backward needs the block. If not, it is never executed again.
+        lasting: Whether the user holds what is kept of a block that is not needed, to the end of the step; else it is
+            let go of when the model returns.
         modes: Costs of other modes that a plan may give this block.
     """
 
@@ -103,6 +108,9 @@ class BlockCosts:
     twice: int = 0
     carried: int = 0
     carried_to: int | None = None
+    freed: int = 0
+    needed: bool = True
+    lasting: bool = False
     modes: tuple[ModeCosts, ...] = ()
     name: str = ""
 
@@ -124,13 +132,13 @@ class BlockCosts:
     def figures(self, mode: Mode) -> tuple[int, int, int, float]:
         """Return kept bytes, forward peak, backward peak and extra seconds in a mode.
 
-        A mode that was not measured costs what keeping costs.
+        A mode that was not measured costs what keeping costs. What keeping frees of the input is less than nothing kept.
         """
         for costs in self.modes:
             if costs.mode == mode:
                 forward_peak = max(costs.forward_peak, costs.kept + self.output)
                 return costs.kept, forward_peak, max(costs.backward_peak, costs.kept), costs.extra
-        return self.kept, self.forward_peak, self.backward_peak, 0.0
+        return self.kept - self.freed, self.forward_peak, self.backward_peak - self.freed, 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +292,8 @@ def predict(profile: ChainProfile, segments: Iterable[Segment]) -> Prediction:
     """
     ledger = _Ledger(check_profile(profile, "predict").blocks)
     marks, held = ledger.forward(check_plan(segments, len(profile)), 0, gaps=True)
-    ledger.see(held + max(profile.tail_peak, profile.tail_forward + ledger.placed))
+    ledger.see(held + profile.tail_forward + ledger.placed)
+    ledger.see(held + ledger.beside + profile.tail_peak)
     ledger.backward(marks, gaps=True)
     return Prediction(ledger.time + profile.tail, ledger.peak)
 
@@ -295,12 +304,18 @@ _Mark = tuple[int | Segment, int, Mode]
 
 @dataclass(slots=True)
 class _Ledger:
-    """Executes a plan on costs alone, by the engine's rules."""
+    """Executes a plan on costs alone, by the engine's rules.
+
+    Attributes:
+        beside: What is kept of blocks that the backward does not need: in the backward, that of earlier ones that lasts,
+            less that of later ones that does not.
+    """
 
     blocks: Sequence[BlockCosts]
     time: float = 0.0
     peak: int = 0
     placed: int = 0
+    beside: int = 0
     carried: list[tuple[int, int]] = field(default_factory=list)
     dropped: dict[int, tuple[float, int]] = field(default_factory=dict)
 
@@ -318,6 +333,7 @@ class _Ledger:
         held: int,
         waiting: int = 0,
         *,
+        region: int | None = None,
         early_stop: bool = False,
         gaps: bool = False,
     ) -> tuple[list[_Mark], int]:
@@ -327,6 +343,7 @@ class _Ledger:
             segments: What to execute.
             held: Bytes held before.
             waiting: Bytes of the gradient that waits meanwhile, if this is a recompute.
+            region: The first block of the region that is executed, which holds its input.
             early_stop: Whether this is a recompute that ends once all that is saved is back.
             gaps: Whether this is the step's forward, which goes through the gaps too.
 
@@ -355,7 +372,7 @@ class _Ledger:
                         self.placed = within[-1].placed
             elif segment.children:
                 more, held = self.forward(
-                    segment.children, held, waiting, early_stop=ends, gaps=gaps
+                    segment.children, held, waiting, region=region, early_stop=ends, gaps=gaps
                 )
                 marks += more
             else:
@@ -363,6 +380,7 @@ class _Ledger:
                     block = self.blocks[index]
                     kept, forward_peak, _, _ = block.figures(segment.mode)
                     passing = 0
+                    again = block.freed if index == region and segment.mode == "keep" else 0
                     if gaps:
                         held += block.gap
                         if block.carried:
@@ -370,39 +388,49 @@ class _Ledger:
                             last = len(self.blocks) if last is None else last
                             self.carried.append((last, block.carried))
                         passing = block.passing + self.placed + self.still_carried(index)
-                    marks.append((index, held, segment.mode))
+                        if not block.needed and not block.lasting:
+                            self.beside -= kept
+                    marks.append((index, held + again, segment.mode))
                     if ends and index == segment.stop - 1:
                         self.time += block.recompute_time
                         self.see(held + waiting + min(block.recompute_peak, forward_peak))
-                        held += kept
+                        held += kept + again
                     else:
                         self.time += block.forward
                         self.see(held + waiting + forward_peak + passing)
                         self.placed += block.unkept if gaps else 0
-                        held += kept + block.output
+                        held += kept + again + block.output
         return marks, held
 
     def backward(self, marks: list[_Mark], *, gaps: bool = False) -> None:
-        for what, held, mode in reversed(marks):
+        for what, before, mode in reversed(marks):
+            held = before + self.beside if gaps else before
             if isinstance(what, int):
                 block = self.blocks[what]
-                _, _, peak, extra = block.figures(mode)
-                self.time += block.backward + extra
-                self.see(held + peak)
-            else:
+                kept, _, peak, extra = block.figures(mode)
+                if gaps and not block.needed:
+                    self.beside += kept
+                else:
+                    self.time += block.backward + extra
+                    self.see(held + peak)
+            elif not gaps or any(self.blocks[index].needed for index in what.indices):
                 waiting = self.blocks[what.stop - 1].gradient
                 twice = sum(self.blocks[index].twice for index in what.indices)
-                inner, _ = self.forward(_inside(what), held + twice, waiting, early_stop=True)
+                held += twice
+                inner, _ = self.forward(
+                    _inside(what), held, waiting, region=what.start, early_stop=True
+                )
                 self.backward(inner)
             if gaps:
                 first = self.blocks[what if isinstance(what, int) else what.start]
-                self.see(held - first.gap + first.gap_peak)
+                own = first.gap if isinstance(what, int) else first.gap + first.carried
+                self.see(before + self.beside - own + first.gap_peak)
 
     def drop(self, segment: Segment) -> tuple[float, int]:
         """Seconds and peak of a region's forward, which lets go of what was saved when it returns, not before."""
         if id(segment) not in self.dropped:
             apart = _Ledger(self.blocks, dropped=self.dropped)
-            apart.forward(_inside(segment), 0)
+            apart.forward(_inside(segment), 0, region=segment.start)
             self.dropped[id(segment)] = apart.time, apart.peak
         return self.dropped[id(segment)]
 

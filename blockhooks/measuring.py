@@ -125,7 +125,7 @@ def measure_block(
         gradient=kept.gradient,
         modes=tuple(modes_costs),
     )
-    given = storage_keys(tensors_in(side.side()))
+    given = storage_keys(tensors_in((x, side.side())))
     communicates = next(iter(bench.collectives), "")
     return Measured(costs, kept.unsaved, frozenset(given & kept.saved), communicates)
 
@@ -137,13 +137,13 @@ class Measured:
     Attributes:
         costs: Its costs.
         unsaved: Bytes that it puts into its side inputs, and that autograd does not keep.
-        side: Keys of the storages of side inputs that autograd keeps.
+        saved: Keys of the storages that it was given and that autograd keeps.
         communicates: An operation of its forward that waits for other processes, or nothing.
     """
 
     costs: BlockCosts
     unsaved: int
-    side: frozenset[int]
+    saved: frozenset[int]
     communicates: str
 
 

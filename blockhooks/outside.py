@@ -60,6 +60,10 @@ class Gaps:
         carried: What is first given to each block, and held only for it or later ones to be executed again: side inputs
             that autograd does not keep.
         carried_to: The last block that is given it.
+        freed: What of its hidden state before it nothing holds after each block's forward, as autograd does not keep
+            it; but it is held where the block is to be executed again.
+        needed: Whether the backward needs each block.
+        there: Whether each block's part of autograd's graph is there in the backward.
     """
 
     held: tuple[int, ...]
@@ -73,6 +77,9 @@ class Gaps:
     passing: tuple[int, ...]
     carried: tuple[int, ...]
     carried_to: tuple[int, ...]
+    freed: tuple[int, ...]
+    needed: tuple[bool, ...]
+    there: tuple[bool, ...]
     tail: int
 
 
@@ -133,12 +140,9 @@ class Outside:
             self._hold(tensor, stage, kept=True)
         for tensor in side:
             self._hold(tensor, stage)
-            mark = self._marks.get(_key(tensor) or 0)
-            if mark is not None:
-                mark.last = stage
-        if self._outputs:  # what goes from block to block is for the plan to hold or not
-            keys = storage_keys((*x, *side))
-            self._outputs[-1] = [mark for mark in self._outputs[-1] if mark.key not in keys]
+        for key in storage_keys((*x, *side)):
+            if key in self._marks:
+                self._marks[key].given.append(stage)
         self._end_gap()
         self._edges.append(_get_sequence_nr())
 
@@ -158,19 +162,23 @@ class Outside:
         self._placed.append(sum(mark.nbytes for mark in placed))
         self._unsaved.append(0)
 
-    def measured_block(self, side: Iterable[int] | None, unsaved: int = 0) -> None:
+    def measured_block(self, saved: Iterable[int] | None, unsaved: int = 0) -> None:
         """Learn more of the block that has just ended.
 
         Args:
-            side: Keys of the storages of its side inputs that autograd keeps; None if not known.
+            saved: Keys of the storages that it was given and that autograd keeps; None if not known.
             unsaved: Bytes that it put into its side inputs, and that autograd does not keep.
         """
         self._unsaved[-1] = min(unsaved, self._placed[-1])
-        for key in self._marks if side is None else side:
-            if key in self._marks:
-                self._marks[key].kept = True
+        self._save(self._marks if saved is None else saved)
         if self._meter is not None:
             self._gap = memory.peak(self._device).__enter__()
+
+    def _save(self, keys: Iterable[int]) -> None:
+        """Note what autograd keeps."""
+        for key in keys:
+            if key in self._marks:
+                self._marks[key].kept = self._marks[key].saved = True
 
     def returned(self, output: Any) -> None:
         """End the model's forward, with what it returns."""
@@ -235,9 +243,9 @@ class Outside:
         storage = tensor.untyped_storage()
         mark = self._marks[key] = _Mark(storage, self._freed)
         mark.key, mark.nbytes = key, storage.nbytes()
-        mark.stage = mark.last = stage
-        mark.output = mark.kept = mark.gradient = False
-        mark.holders = []
+        mark.stage = stage
+        mark.output = mark.kept = mark.saved = mark.gradient = False
+        mark.given, mark.holders = [], []
         self._live += mark.nbytes
         return mark
 
@@ -256,14 +264,16 @@ class Outside:
         """Look at the graph of a backward that is about to begin; return whether it is that of this step."""
         if self._paused or len(self._edges) % 2:
             return False
-        nodes = _graph(roots)
-        if not any(self._stage(node) % 2 for node in nodes if node.name() != LEAF):
+        needed = _graph(roots)
+        self._needed = self._blocks_of(needed)
+        if not any(self._needed):
             return False
         self.stop()
         if self._end is None:
             self._end_gap()
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         nodes = _graph((*roots, *results))
+        self._there = self._blocks_of(nodes)
         stages = {node: self._stage(node) for node in nodes if node.name() != LEAF}
         leaves = [node for node in nodes if node not in stages]
         self._given |= storage_keys(leaf.variable for leaf in leaves)
@@ -273,8 +283,13 @@ class Outside:
             if isinstance(root, Tensor):  # the loss
                 self._hold(root, len(self._edges), kept=True)
         self._weigh(self._hook(stages))
-        self._waiting = self._waits(nodes, stages)
+        self._waiting = self._waits(needed, stages)
         return True
+
+    def _blocks_of(self, nodes: Iterable[Any]) -> list[bool]:
+        """Tell of each block whether it has made some of the nodes."""
+        stages = {self._stage(node) for node in nodes if node.name() != LEAF}
+        return [stage in stages for stage in range(1, len(self._edges), 2)]
 
     def _hook(self, stages: dict[Any, int]) -> int:
         """Find what the nodes of the gaps have saved, and put hooks on them.
@@ -282,7 +297,10 @@ class Outside:
         Returns:
             Bytes of what the user's own code has saved, after the model.
         """
-        after_model = 0
+        after_model, firsts, leaves = 0, dict[Any, int](), set[Any]()
+        for user in stages:
+            for edge in user.next_functions:
+                firsts[edge] = max(firsts.get(edge, 0), user._sequence_nr())
         for node, stage in stages.items():
             if stage % 2:
                 continue
@@ -292,13 +310,21 @@ class Outside:
                 continue
             known = self._end is None or node._sequence_nr() < self._end
             for tensor in saved:
-                new = self._hold(tensor, stage, kept=True, known=known)
+                new = self._hold(tensor, stage, known=known)
                 after_model += sum(mark.nbytes for mark in new) * (not known)
+            self._save(storage_keys(saved))
             # Code of the user's may do anything, also begin to profile.
             users = packed or isinstance(node, torch._C._FunctionBase)
             looks = self._device.type != "cpu" or not users
-            before, after = partial(self._before, stage, looks), partial(self._after, stage)
+            edges = node.next_functions
+            sums = [i for i, edge in enumerate(edges) if node._sequence_nr() < firsts[edge]]
+            leaves |= {edge[0] for edge in edges} - stages.keys() - {None}
+            before, after = partial(self._before, stage, looks), partial(self._after, stage, sums)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
+        for leaf in leaves:
+            if leaf.variable.grad is None:
+                hook = partial(self._accumulated, leaf.variable)
+                self._handles.append(leaf.register_hook(hook))
         return after_model
 
     def _weigh(self, after_model: int) -> None:
@@ -309,15 +335,18 @@ class Outside:
         """
         stages = len(self._edges) + 1
         held, handed_out, carried, last = ([0] * stages for _ in range(4))
+        self._passed_on = []
         for mark in list(self._marks.values()):
             used = any(holder() is not None for holder in mark.holders)
+            if mark.kept and not (mark.saved or used) and len(mark.given) == 1:
+                self._passed_on.append(mark)
             if mark.output or (mark.stage % 2 == 0 and (mark.kept or used)):
                 held[mark.stage] += mark.nbytes
             elif used:
                 handed_out[mark.stage] += mark.nbytes
             else:  # for blocks to be executed again
                 carried[mark.stage] += mark.nbytes
-                last[mark.stage] = max(last[mark.stage], mark.last)
+                last[mark.stage] = max(last[mark.stage], mark.stage, *mark.given)
                 self._forget(mark)
         self._held, self._carried = held[::2], carried[:-1:2]
         self._carried_to = [stage // 2 for stage in last[:-1:2]]
@@ -328,10 +357,7 @@ class Outside:
         self._unkept = list(map(sub, self._unsaved, both))
         held = list(map(add, held, handed_out))
         self._below = [0, *accumulate(held)]
-        self._dropped = [0] + [
-            sum(mark.nbytes for mark in output if self._marks.get(mark.key) is not mark)
-            for output in self._outputs
-        ]
+        self._dropped = [0] + [sum(map(self._lost, output)) for output in self._outputs]
         # In the forward there was also all that blocks have put into side inputs, and what is carried.
         carried[1::2] = self._placed
         there = [0, *accumulate(map(add, held, carried))]
@@ -342,10 +368,19 @@ class Outside:
         self._peaks[-1] = max(self._peaks[-1], self._in_forward[-1][1] + after_model - there[-2])
         self._seen = [0] * len(self._peaks)
 
+    def _lost(self, output: _Mark) -> int:
+        """Return the bytes of a block's output if nobody holds it, and no other block that is to be gone through."""
+        for_others = any(self._there[stage // 2] for stage in output.given)
+        return 0 if for_others or self._marks.get(output.key) is output else output.nbytes
+
     def end_backward(self) -> None:
         """Tell what was seen, now that the backward is over."""
         self.let_go()
         outlived = [mark for mark in self._marks.values() if not mark.gradient]
+        freed = [0] * len(self._outputs)
+        for mark in self._passed_on:
+            if self._marks.get(mark.key) is not mark:
+                freed[mark.given[0] // 2] += mark.nbytes
         lasting = [0] * len(self._outputs)
         for mark in outlived:  # it was there in the backward of all before
             if mark.stage % 2:
@@ -371,6 +406,9 @@ class Outside:
                 passing=tuple(self._passing[:-1]),
                 carried=tuple(self._carried),
                 carried_to=tuple(self._carried_to),
+                freed=tuple(freed),
+                needed=tuple(self._needed),
+                there=tuple(self._there),
                 tail=tail - self._dropped[-1],
             )
         )
@@ -391,7 +429,8 @@ class Outside:
         """Return the bytes of gradients that wait during each stage for a node of an earlier one."""
         first: dict[Any, int] = {}
         last: dict[Any, int] = {}
-        for user, stage in stages.items():
+        for user in nodes:
+            stage = stages.get(user, 0)
             for node, _ in user.next_functions:
                 first[node] = min(first.get(node, stage), stage)
                 last[node] = max(last.get(node, stage), stage)
@@ -421,8 +460,12 @@ class Outside:
         # On several devices, several threads of autograd's are here.
         self._nodes[torch._C._current_autograd_node()] = meter, self._live
 
-    def _after(self, stage: int, gradients: Gradients, _: Gradients) -> None:
-        """Look at the gradients that a node has made, and at what it took itself."""
+    def _after(self, stage: int, sums: list[int], gradients: Gradients, given: Gradients) -> None:
+        """Look at the gradients that a node has made, and at what it took itself.
+
+        Some, by their indices in `sums`, are then added to what other nodes have made. The meter of a CPU is a dispatch
+        mode, under which that takes a further tensor.
+        """
         meter, live = self._nodes.pop(torch._C._current_autograd_node())
         if meter is not None:
             meter.__exit__(None, None, None)
@@ -430,6 +473,14 @@ class Outside:
             self._note(stage, live + meter.peak)
         self._see(gradients)
         self._note(stage, self._live)
+        added = [t.nbytes for i in sums if (t := gradients[i]) is not None]
+        if added and self._device.type == "cpu":
+            done = sum(t.nbytes for t in given if t is not None and _is_alone(t))
+            self._note(stage, self._live + max(added) - done)
+
+    def _accumulated(self, variable: Tensor, *_: Gradients) -> None:
+        """Look at the new gradient of a parameter, for which autograd takes what nodes have made, a sum, or a copy."""
+        self._see([variable.grad])
 
     def _see(self, gradients: Gradients) -> None:
         for tensor in gradients:
@@ -448,22 +499,41 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
         key: The storage's key.
         nbytes: Its bytes.
         stage: From which on it is held.
-        last: At which it was last given to a block.
+        given: At which it was given to blocks.
         output: Whether it is a block's hidden state.
         kept: Whether it is held in every plan, not only where a block is to be executed again.
+        saved: Whether autograd keeps it.
         gradient: Whether it was made in the backward.
         holders: What holds it among the model's results.
     """
 
-    __slots__ = ("gradient", "holders", "kept", "key", "last", "nbytes", "output", "stage")
+    __slots__ = (
+        "given",
+        "gradient",
+        "holders",
+        "kept",
+        "key",
+        "nbytes",
+        "output",
+        "saved",
+        "stage",
+    )
     key: int
     nbytes: int
     stage: int
-    last: int
+    given: list[int]
     output: bool
     kept: bool
+    saved: bool
     gradient: bool
     holders: list[weakref.ref[Any]]
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether a hook that is given a tensor is all that holds it and its storage."""
+    key = _key(tensor)
+    users: Any = tensor
+    return key is not None and users._use_count() == torch._C._storage_Use_Count(key) == 2
 
 
 def storage_keys(tensors: Iterable[Tensor]) -> set[int]:

@@ -429,7 +429,7 @@ class Planner:
             chain.costs[index] = measured.costs
             if measured.communicates:
                 chain.communicates = f"{run.name(index)} ({measured.communicates})"
-            outside.measured_block(measured.side, measured.unsaved)
+            outside.measured_block(measured.saved, measured.unsaved)
         if chain.measured and not chain.apart:
             chain.step.solve(self.memory_budget)
 
@@ -480,8 +480,11 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
     kept_too, lasting = gaps.kept_too[place], gaps.lasting[place]
     waiting = gaps.waiting[place] + max(lasting - kept_too, 0)
     gap, gap_peak, passing = gaps.held[place], gaps.peaks[place], gaps.passing[place]
+    needed = gaps.needed[place]
     return replace(
         block,
+        backward=block.backward if needed else 0.0,
+        recompute=block.recompute if needed else 0.0,
         output=block.output + gaps.handed_out[place],
         kept=max(block.kept - kept_too, 0),
         backward_peak=block.backward_peak + waiting,
@@ -491,6 +494,9 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
         unkept=gaps.unkept[place],
         twice=min(lasting, kept_too),
         carried=gaps.carried[place],
+        freed=gaps.freed[place],
+        needed=needed,
+        lasting=gaps.there[place],
         gap=gap,
         # What takes less than the block itself needs no thought.
         gap_peak=gap_peak if gap or gap_peak > block.forward_peak + passing else 0,

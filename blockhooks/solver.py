@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -205,7 +205,7 @@ class Solver:
     def plain(self) -> Plan:
         """The plan that keeps everything."""
         kept = (Segment(0, len(self.profile), mode="keep"),) if self.profile.blocks else ()
-        return self.plan(kept)
+        return self._told(kept)
 
     @cached_property
     def floor(self) -> Plan:
@@ -238,7 +238,15 @@ class Solver:
         return plans
 
     def plan(self, segments: Segments, budget: int | None = None) -> Plan:
-        """Return segments with what they cost."""
+        """Return segments with what they cost, in which no block is kept that the backward does not need."""
+        return self._told(_dropped(segments, self._not_needed), budget)
+
+    @cached_property
+    def _not_needed(self) -> frozenset[int]:
+        blocks = enumerate(self.profile.blocks)
+        return frozenset(index for index, block in blocks if not block.needed and block.kept)
+
+    def _told(self, segments: Segments, budget: int | None = None) -> Plan:
         time, peak = predict(self.profile, segments)
         plain_time, plain_peak = self._plain
         return Plan(segments, time, peak, plain_time, plain_peak, budget)
@@ -297,7 +305,7 @@ class Solver:
         """
         *blocks, last = self.profile.blocks
         rates = [rate for block in blocks for rate in _rates(block)]
-        excess = sum(block.kept + block.output + block.gap for block in blocks) + last.gap
+        excess = sum(_held(block) + block.gap for block in blocks) + last.gap
         excess += min(way.backward_peak for way in _ways(last).values()) - budget
         time = self.plain.time
         for rate, most in sorted(rates):
@@ -376,11 +384,34 @@ class Solver:
         return None
 
 
+def _dropped(segments: Segments, blocks: frozenset[int]) -> Segments:
+    """Return segments in which some blocks are not kept: each is a segment of its own to recompute."""
+    found: list[Segment] = []
+    for segment in segments:
+        if segment.mode == "recompute" or blocks.isdisjoint(segment.indices):
+            found.append(segment)
+        elif segment.children:
+            found.append(replace(segment, children=_dropped(segment.children, blocks)))
+        else:
+            for drops, group in groupby(segment.indices, blocks.__contains__):
+                indices = list(group)
+                if drops:
+                    found += [Segment(index, index + 1) for index in indices]
+                else:
+                    found.append(Segment(indices[0], indices[-1] + 1, mode=segment.mode))
+    return tuple(found)
+
+
+def _held(block: BlockCosts) -> int:
+    """Return the bytes that a block holds more after its forward than before, if it is kept."""
+    return block.figures("keep")[0] + block.output
+
+
 def _rates(block: BlockCosts) -> Iterator[tuple[float, int]]:
     """Yield the seconds for each byte that a block holds less, and how many it can at this rate, cheapest first."""
-    held = block.kept + block.output
+    held = _held(block)
     ways = [(held, block.recompute_time)]
-    ways += [(block.kept - costs.kept, costs.extra) for costs in block.modes]
+    ways += [(held - block.output - costs.kept, costs.extra) for costs in block.modes]
     dropped, spent = 0, 0.0
     while True:
         # The lower convex hull of what can be dropped at what cost.
@@ -419,7 +450,7 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
     blocks = [_folded(block) for block in profile.blocks]
     gaps = [0, *accumulate(block.gap for block in blocks)]
     states = [0, *accumulate(block.output for block in blocks)]
-    holds = [0, *accumulate(block.kept + block.output for block in blocks)]
+    holds = [0, *accumulate(map(_held, blocks))]
     # Before each block, and after the last, with the gaps up to there.
     states = [state + gap for state, gap in zip(states, [*gaps[1:], gaps[-1]], strict=True)]
     holds = [hold + gap for hold, gap in zip(holds, [*gaps[1:], gaps[-1]], strict=True)]
@@ -439,7 +470,8 @@ def _first_peaks(profile: ChainProfile) -> list[int]:
     )
     kept = [holds[-1] + max(profile.tail_peak, profile.tail_forward)]
     for hold, block in zip(reversed(holds[:-1]), reversed(blocks), strict=True):
-        most = max(block.forward_peak, block.backward_peak, block.gap_peak - block.gap)
+        backward_peak = block.backward_peak - block.freed
+        most = max(block.forward_peak, backward_peak, block.gap_peak - block.gap)
         kept.append(max(kept[-1], hold + most))
     return [
         max(before, state + after - hold)
@@ -497,19 +529,26 @@ def _ways(block: BlockCosts) -> dict[Mode, _Way]:
     for mode in modes:
         kept, forward_peak, backward_peak, extra = block.figures(mode)
         again = min(block.recompute_peak, forward_peak)
+        input_held = block.freed if mode == "keep" else 0
         ways[mode] = _Way(
-            held=kept + block.output,
+            held=max(kept + block.output, 0),
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             time=block.forward + block.backward + extra,
             last_time=block.recompute_time + block.backward + extra,
-            last_peak=block.twice + max(backward_peak, forward_peak, again + block.gradient),
+            last_peak=block.twice
+            + max(backward_peak + input_held, forward_peak, again + block.gradient),
         )
     return ways
 
 
 def _folded(block: BlockCosts) -> BlockCosts:
-    """Return a block's costs with all that may be held as if it were held in each plan."""
+    """Return a block's costs with all that may be held as if it were held in each plan.
+
+    What the backward does not need is never kept.
+    """
+    if not block.needed:
+        block = replace(block, kept=0, backward_peak=0, freed=0, modes=())
     kept_too, passing = block.placed - block.unkept, block.passing
     modes = (
         replace(m, kept=max(m.kept - kept_too, 0), forward_peak=m.forward_peak + passing)
@@ -521,7 +560,6 @@ def _folded(block: BlockCosts) -> BlockCosts:
         kept=max(block.kept - kept_too, 0),
         forward_peak=block.forward_peak + passing,
         gap=block.gap + block.carried,
-        gap_peak=block.gap_peak + block.carried,
         modes=tuple(modes),
     )
 
