@@ -280,8 +280,8 @@ class Solver:
         """Return the fastest plan that was found within a budget in bytes."""
         if budget >= self.plain.peak:
             return self.plain
-        if budget < self._lowest:
-            return None
+        if budget < self._lowest:  # but what needs that little may have been found by chance
+            return _fastest([self.floor], budget)
         rung = self._rung(budget)
         found = [self._on_rung(rung, budget), self._first(budget), *self._family]
         best = _fastest(found, budget)

@@ -138,7 +138,7 @@ def test_what_is_held_outside_of_blocks_is_planned_around(seed):
     assert optimal(Solver(profile), all_plans(0, 4, depth=3))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 111])
 @pytest.mark.parametrize("apart", [False, True], ids=["any segments", "one by one"])
 def test_what_blocks_put_into_side_inputs_is_planned_around(seed, apart):
     profile = random_profile(seed, 3 + seed % 6, modes=seed % 2 == 1)
