@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -124,6 +125,7 @@ class Outside:
         self._live = 0
         self._handles: list[Any] = []
         self._nodes: dict[Any, tuple[memory.Meter | None, int]] = {}  # that are being executed
+        self._sums: dict[Any, int] = {}  # new tensors that gradients of parameters were added up in
         self._paused = False
         _watch(self)
 
@@ -316,15 +318,15 @@ class Outside:
             # Code of the user's may do anything, also begin to profile.
             users = packed or isinstance(node, torch._C._FunctionBase)
             looks = self._device.type != "cpu" or not users
-            edges = node.next_functions
-            sums = [i for i, edge in enumerate(edges) if node._sequence_nr() < firsts[edge]]
+            edges, number = node.next_functions, node._sequence_nr()
+            sums = [(i, edge[0]) for i, edge in enumerate(edges) if number < firsts[edge]]
             leaves |= {edge[0] for edge in edges} - stages.keys() - {None}
             before, after = partial(self._before, stage, looks), partial(self._after, stage, sums)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
         for leaf in leaves:
             if leaf.variable.grad is None:
-                hook = partial(self._accumulated, leaf.variable)
-                self._handles.append(leaf.register_hook(hook))
+                self._sums[leaf] = 0
+                self._handles.append(leaf.register_hook(partial(self._accumulated, leaf)))
         return after_model
 
     def _weigh(self, after_model: int) -> None:
@@ -420,7 +422,7 @@ class Outside:
         for meter, _ in self._nodes.values():  # there was an error
             if meter is not None:
                 meter.__exit__(None, None, None)
-        self._handles, self._nodes = [], {}
+        self._handles, self._nodes, self._sums = [], {}, {}
 
     def _stage(self, node: Any) -> int:
         return bisect_right(self._edges, node._sequence_nr())
@@ -460,11 +462,13 @@ class Outside:
         # On several devices, several threads of autograd's are here.
         self._nodes[torch._C._current_autograd_node()] = meter, self._live
 
-    def _after(self, stage: int, sums: list[int], gradients: Gradients, given: Gradients) -> None:
+    def _after(
+        self, stage: int, sums: list[tuple[int, Any]], gradients: Gradients, given: Gradients
+    ) -> None:
         """Look at the gradients that a node has made, and at what it took itself.
 
-        Some, by their indices in `sums`, are then added to what other nodes have made. The meter of a CPU is a dispatch
-        mode, under which that takes a further tensor.
+        Some, by their indices in `sums`, are then added to what other nodes have made for a node. The meter of a CPU is a
+        dispatch mode, under which that takes a further tensor.
         """
         meter, live = self._nodes.pop(torch._C._current_autograd_node())
         if meter is not None:
@@ -473,14 +477,19 @@ class Outside:
             self._note(stage, live + meter.peak)
         self._see(gradients)
         self._note(stage, self._live)
-        added = [t.nbytes for i in sums if (t := gradients[i]) is not None]
+        added = {leaf: t.nbytes for i, leaf in sums if (t := gradients[i]) is not None}
         if added and self._device.type == "cpu":
             done = sum(t.nbytes for t in given if t is not None and _is_alone(t))
-            self._note(stage, self._live + max(added) - done)
+            self._note(stage, self._live + max(added.values()) - done)
+            if _len_torch_dispatch_stack():
+                for leaf in added.keys() & self._sums.keys():
+                    self._live += added[leaf] - self._sums[leaf]
+                    self._sums[leaf] = added[leaf]
 
-    def _accumulated(self, variable: Tensor, *_: Gradients) -> None:
+    def _accumulated(self, leaf: Any, *_: Gradients) -> None:
         """Look at the new gradient of a parameter, for which autograd takes what nodes have made, a sum, or a copy."""
-        self._see([variable.grad])
+        self._live -= self._sums.pop(leaf, 0)
+        self._see([leaf.variable.grad])
 
     def _see(self, gradients: Gradients) -> None:
         for tensor in gradients:

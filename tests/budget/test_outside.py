@@ -564,13 +564,13 @@ def test_blocks_that_the_backward_does_not_need_are_dropped_whether_the_user_kee
 
 
 class Masked(Tailed):
-    """Its blocks are given something large that autograd does not keep, and its head is transposed and tied."""
+    """Its blocks are given something large that autograd does not keep; its head is transposed, and thrice tied."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
         shift = torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)
         for layer in self.layers:
-            x = layer(x, shift)
+            x = layer(x, shift) + self.embed(tokens)
         return self.norm(x) @ (self.head.weight.t() * 2)
 
 
