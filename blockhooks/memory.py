@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Meter", "forget", "inside", "peak"]
+__all__ = ["Meter", "forget", "inside", "peak", "see"]
 
 
 class Meter:
@@ -371,6 +371,13 @@ class _HostMeter(Meter):
             self.peak = above
         if self._keeps_timeline:
             self.timeline.append((time.perf_counter_ns(), above))
+
+
+def see(tensor: torch.Tensor) -> None:
+    """Let this thread's meters count a host storage that no operation of torch's has made, such as a mapped file."""
+    recorder = _threads.recorders.get("cpu")
+    if recorder is not None:
+        recorder._made(tensor)
 
 
 _device_meters: list[_DeviceMeter] = []

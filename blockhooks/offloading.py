@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from blockhooks import memory
 from blockhooks.errors import OffloadError, import_extra
 from blockhooks.saved import Kept, Value, hooks_around
 
@@ -408,6 +409,7 @@ class _OnDisk(_Away):
                 f"({getattr(error, 'strerror', None) or error}). Expected the file to be there and unchanged until then; "
                 "keep others (a cleaner of temporary files) from it, or choose another place by Offload(directory=...)."
             ) from error
+        memory.see(data)
         return data.to(self._device)
 
     def __del__(self) -> None:

@@ -458,3 +458,19 @@ def test_device_meters_nest():
         assert outer.now == 1 << 20
         del a
     assert (outer.peak, outer.now) == (3 << 20, 0)
+
+
+def test_a_mapped_file_is_counted_while_it_lives(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with memory.peak("cpu") as meter:
+        mapped = torch.empty(0, dtype=torch.uint8).set_(
+            torch.UntypedStorage.from_file(str(tmp_path / "file"), shared=False, nbytes=4096)
+        )
+        assert meter.now == 0
+        memory.see(mapped)
+        memory.see(mapped[:8])
+        assert meter.now == 4096
+        del mapped
+        assert meter.now == 0
+    memory.see(torch.zeros(8))
+    assert (meter.peak, meter.now) == (4096, 0)
