@@ -262,19 +262,23 @@ class Solver:
         budget = asked - beside
         plan = self._best(budget)
         if plan is None:
-            floor = self.floor
-            least, plain = floor.peak + beside, floor.plain_peak + beside
-            outside = beside + sum(block.gap for block in self.profile.blocks)
-            held = f", of which {format_bytes(outside)} are held outside of the blocks"
-            error = BudgetError(
-                f"a memory budget of {format_bytes(asked)} ({asked} bytes) cannot be kept: the least that a plan "
-                f"reaches is {format_bytes(least)} ({least} bytes, {least / plain:.1%} of the plain loop's "
-                f"{format_bytes(plain)}{held if outside else ''}), at {floor.slowdown:.2f} of its time, with the segments "
-                f"{_brief(floor.segments)}. Raise the budget to at least that, or make the inputs smaller."
-            )
-            error.floor, error.plan = least, floor
-            raise error
+            raise self._refusal(asked, beside)
         return Plan(plan.segments, plan.time, plan.peak, plan.plain_time, plan.plain_peak, budget)
+
+    def _refusal(self, asked: int, beside: int) -> BudgetError:
+        """Return the error for a budget that no plan keeps. No frame that it leaves holds it, and so the step's graph."""
+        floor = self.floor
+        least, plain = floor.peak + beside, floor.plain_peak + beside
+        outside = beside + sum(block.gap for block in self.profile.blocks)
+        held = f", of which {format_bytes(outside)} are held outside of the blocks"
+        error = BudgetError(
+            f"a memory budget of {format_bytes(asked)} ({asked} bytes) cannot be kept: the least that a plan "
+            f"reaches is {format_bytes(least)} ({least} bytes, {least / plain:.1%} of the plain loop's "
+            f"{format_bytes(plain)}{held if outside else ''}), at {floor.slowdown:.2f} of its time, with the segments "
+            f"{_brief(floor.segments)}. Raise the budget to at least that, or make the inputs smaller."
+        )
+        error.floor, error.plan = least, floor
+        return error
 
     def _best(self, budget: int) -> Plan | None:
         """Return the fastest plan that was found within a budget in bytes."""

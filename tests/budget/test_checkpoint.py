@@ -1,7 +1,9 @@
 """`Checkpoint(memory_budget=...)`: every step has the plain loop's bits, and from the second on the budget is kept."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -185,6 +187,27 @@ def test_a_budget_below_the_floor_names_it_in_the_first_step():
     chain = HookChain([Checkpoint(memory_budget=caught.value.floor)])
     step(blocks, x, chain)
     assert step(blocks, x, chain)[0] <= caught.value.floor
+
+
+def test_a_budget_that_is_refused_leaves_nothing_for_the_garbage_collector():
+    held = []
+
+    class Watched(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            held.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    blocks = nn.ModuleList(Watched(64, 128) for _ in range(4))
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(BudgetError, match="cannot be kept"):
+            step(blocks, hidden(), [Checkpoint(memory_budget=1000)])
+        assert held
+        assert [storage for storage in held if storage() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_what_measuring_executes_leaves_no_trace():
