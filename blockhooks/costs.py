@@ -45,6 +45,10 @@ class ModeCosts:
         forward_peak: Most bytes at a time in the forward; at least ``kept`` and the output.
         backward_peak: Most bytes at a time in the backward, those kept included.
         extra: Seconds more than keeping takes, most of them in the backward.
+        let_go: Bytes of the block's input that are held neither, from the forward to the backward: they are away too.
+        lingering: How many of these are held to the end of the step's forward, by the model's own code.
+        unkept: Bytes of what the block puts into its side inputs that are not among those kept; by default as many as
+            where it is kept plainly.
     """
 
     mode: Mode
@@ -52,6 +56,9 @@ class ModeCosts:
     forward_peak: int = 0
     backward_peak: int = 0
     extra: float = 0.0
+    let_go: int = 0
+    lingering: int = 0
+    unkept: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +139,29 @@ class BlockCosts:
     def figures(self, mode: Mode) -> tuple[int, int, int, float]:
         """Return kept bytes, forward peak, backward peak and extra seconds in a mode.
 
-        A mode that was not measured costs what keeping costs. What keeping frees of the input is less than nothing kept.
+        A mode that was not measured costs what keeping costs. What keeping frees, or another mode lets go, of the input
+        is less than nothing kept.
         """
         for costs in self.modes:
             if costs.mode == mode:
                 forward_peak = max(costs.forward_peak, costs.kept + self.output)
-                return costs.kept, forward_peak, max(costs.backward_peak, costs.kept), costs.extra
+                backward_peak = max(costs.backward_peak, costs.kept)
+                return (
+                    costs.kept - costs.let_go,
+                    forward_peak,
+                    backward_peak - costs.let_go,
+                    costs.extra,
+                )
         return self.kept - self.freed, self.forward_peak, self.backward_peak - self.freed, 0.0
+
+    def unkept_in(self, mode: Mode) -> int:
+        """Return how many of the bytes that are placed are not among those kept in a mode."""
+        found = (m.unkept for m in self.modes if m.mode == mode and m.unkept is not None)
+        return next(found, self.unkept)
+
+    def lingering_in(self, mode: Mode) -> int:
+        """Return how many bytes of the input are let go in a mode at the end of the step's forward only."""
+        return sum(m.lingering for m in self.modes if m.mode == mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +315,7 @@ def predict(profile: ChainProfile, segments: Iterable[Segment]) -> Prediction:
     """
     ledger = _Ledger(check_profile(profile, "predict").blocks)
     marks, held = ledger.forward(check_plan(segments, len(profile)), 0, gaps=True)
-    ledger.see(held + profile.tail_forward + ledger.placed)
+    ledger.see(held + profile.tail_forward + ledger.placed + ledger.lingering)
     ledger.see(held + ledger.beside + profile.tail_peak)
     ledger.backward(marks, gaps=True)
     return Prediction(ledger.time + profile.tail, ledger.peak)
@@ -316,6 +339,7 @@ class _Ledger:
     peak: int = 0
     placed: int = 0
     beside: int = 0
+    lingering: int = 0
     carried: list[tuple[int, int]] = field(default_factory=list)
     dropped: dict[int, tuple[float, int]] = field(default_factory=dict)
 
@@ -365,7 +389,7 @@ class _Ledger:
                 if not ends:
                     time, peak = self.drop(segment)
                     self.time += time
-                    self.see(held + waiting + peak + passing)
+                    self.see(held + waiting + peak + passing + self.lingering)
                     held += self.blocks[segment.stop - 1].output
                     if gaps:
                         held += sum(block.gap + block.carried for block in within[1:])
@@ -376,9 +400,11 @@ class _Ledger:
                 )
                 marks += more
             else:
+                # In what is executed again nothing moves.
+                mode: Mode = "keep" if segment.mode == "offload" and not gaps else segment.mode
                 for index in segment.indices:
                     block = self.blocks[index]
-                    kept, forward_peak, _, _ = block.figures(segment.mode)
+                    kept, forward_peak, _, _ = block.figures(mode)
                     passing = 0
                     again = block.freed if index == region and segment.mode == "keep" else 0
                     if gaps:
@@ -387,10 +413,11 @@ class _Ledger:
                             last = block.carried_to
                             last = len(self.blocks) if last is None else last
                             self.carried.append((last, block.carried))
-                        passing = block.passing + self.placed + self.still_carried(index)
+                        passing = block.passing + self.placed + self.lingering
+                        passing += self.still_carried(index)
                         if not block.needed and not block.lasting:
                             self.beside -= kept
-                    marks.append((index, held + again, segment.mode))
+                    marks.append((index, held + again, mode))
                     if ends and index == segment.stop - 1:
                         self.time += block.recompute_time
                         self.see(held + waiting + min(block.recompute_peak, forward_peak))
@@ -398,7 +425,9 @@ class _Ledger:
                     else:
                         self.time += block.forward
                         self.see(held + waiting + forward_peak + passing)
-                        self.placed += block.unkept if gaps else 0
+                        if gaps:
+                            self.placed += block.unkept_in(mode)
+                            self.lingering += block.lingering_in(mode)
                         held += kept + again + block.output
         return marks, held
 

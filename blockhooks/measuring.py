@@ -4,6 +4,8 @@ The block is executed again as in a recompute, so the world is left as it was, a
 x is detached, and so are the tensors among the side inputs and each parameter, whose gradient is dropped as soon as it
 exists. No gradient of the user's is touched, and no backward hook on a tensor or module is called. (What is called are
 the derivatives of the user's own `autograd.Function`s, and hooks that a block puts on nodes of the graph.)
+
+In a mode that moves what autograd keeps, x is a copy that nobody else holds, so that it can be seen to go, too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -55,6 +58,7 @@ class SideInputs(Protocol):
 
 
 ModeContext = Callable[[], contextlib.AbstractContextManager[Any]]
+"""What is entered around a block in a mode."""
 _PLAIN: Final[ModeContext] = contextlib.nullcontext
 
 
@@ -98,10 +102,10 @@ def measure_block(
         ) from error
     modes_costs = []
     for mode, around in (modes or {}).items():
-        lighter = bench.weigh(around)
-        if lighter.kept >= kept.kept:  # nothing is gained
+        lighter = bench.weigh(around, alone=mode == "offload")
+        if lighter.kept - lighter.let_go >= kept.kept:  # nothing is gained
             continue
-        slower = bench.time(around)
+        slower = bench.time(around, alone=mode == "offload")
         extra = slower.forward + slower.backward - timed.forward - timed.backward
         modes_costs.append(
             ModeCosts(
@@ -110,6 +114,8 @@ def measure_block(
                 forward_peak=lighter.forward_peak,
                 backward_peak=lighter.backward_peak,
                 extra=max(extra, 0.0),
+                let_go=lighter.let_go,
+                unkept=lighter.unsaved,
             )
         )
     costs = BlockCosts(
@@ -127,7 +133,8 @@ def measure_block(
     )
     given = storage_keys(tensors_in((x, side.side())))
     communicates = next(iter(bench.collectives), "")
-    return Measured(costs, kept.unsaved, frozenset(given & kept.saved), communicates)
+    side_kept = frozenset(given & kept.saved)
+    return Measured(costs, kept.unsaved, side_kept, kept.keeps_output, communicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +145,14 @@ class Measured:
         costs: Its costs.
         unsaved: Bytes that it puts into its side inputs, and that autograd does not keep.
         saved: Keys of the storages that it was given and that autograd keeps.
+        keeps_output: Whether autograd keeps what the block gives, for the block itself.
         communicates: An operation of its forward that waits for other processes, or nothing.
     """
 
     costs: BlockCosts
     unsaved: int
     saved: frozenset[int]
+    keeps_output: bool
     communicates: str
 
 
@@ -156,6 +165,8 @@ class _Bytes:
     recompute_peak: int = 0
     backward_peak: int = 0
     unsaved: int = 0
+    let_go: int = 0
+    keeps_output: bool = False
     saved: set[int] = field(default_factory=set)  # keys of storages
 
 
@@ -180,51 +191,65 @@ class _Bench:
         self.execute, self.modules, self.side = execute, modules, side
         self.new_gradients = new_gradients
         self.x = capture(x, take_tensors=True)
-        self.held = _storages(self.x.tensors)
         self.collectives: list[str] = []
         device = next((t.device for t in self.x.tensors), torch.device("cpu"))
         self.clock = _clock(device)
         self.device = device
 
-    def weigh(self, around: ModeContext) -> _Bytes:
-        """Measure bytes."""
+    def weigh(self, around: ModeContext, *, alone: bool = False) -> _Bytes:
+        """Measure bytes.
+
+        Args:
+            around: What is entered around the block.
+            alone: Whether the block alone is to hold x.
+        """
         found = _Bytes()
         with memory.peak(self.device) as meter:
+            begin = _get_sequence_nr()
+            x = self.stand_ins(alone)
+            given = _storages(x)
+            copies = [
+                (weakref.ref(tensor.untyped_storage()), tensor.nbytes)
+                for tensor in x
+                if alone and _copyable(tensor)
+            ]
+            copied = meter.now
 
             def saved(tensor: Tensor) -> Tensor:
                 found.recompute_peak = meter.peak
                 found.saved |= storage_keys([tensor])
                 return tensor.detach()  # a result would hold itself, where no backward comes by
 
-            def end() -> None:
-                found.unsaved = meter.now
-
-            begin = _get_sequence_nr()
+            with_side_inputs: list[int] = []
             with _watching_communication(self.collectives):
-                y = self.forward(around, saved, end)
-            found.forward_peak = meter.peak
-            found.unsaved -= meter.now  # no longer held by the side inputs
+                y = self.forward(x, around, saved, lambda: with_side_inputs.append(meter.now))
+            del x
+            found.forward_peak = meter.peak - copied
+            found.unsaved = with_side_inputs[0] - with_side_inputs[1]
             results = tensors_in(y)
-            made = {k: n for k, n in _storages(results).items() if k not in self.held}
-            found.output = sum(made.values())
-            found.kept = max(meter.now - found.output, 0)
+            made = {k: n for k, n in _storages(results).items() if k not in given}
+            found.output, found.keeps_output = sum(made.values()), bool(found.saved & made.keys())
+            found.let_go = sum(nbytes for copy, nbytes in copies if copy() is None)
+            copied -= found.let_go
+            found.kept = max(meter.now - copied - found.output, 0)
             found.gradient = sum(t.nbytes for t in results if t.requires_grad)
             root = _root(results)
             del y, results
             ends = _ends(root, begin)
-            held = meter.now
+            held = meter.now - copied
             with memory.peak(self.device) as backward:
                 self.backward(root, ends)
             found.backward_peak = held + backward.peak
         return found
 
-    def time(self, around: ModeContext) -> _Seconds:
+    def time(self, around: ModeContext, *, alone: bool = False) -> _Seconds:
         """Measure seconds, without any meter around."""
         with self.clock.running():
-            return self._time(around)
+            return self._time(around, alone)
 
-    def _time(self, around: ModeContext) -> _Seconds:
-        clock = self.clock
+    def _time(self, around: ModeContext, alone: bool) -> _Seconds:
+        clock, first = self.clock, _get_sequence_nr()
+        x = self.stand_ins(alone)
         begin, stop = clock.now(), clock.now()
 
         def saved(tensor: Tensor) -> Tensor:
@@ -232,8 +257,8 @@ class _Bench:
             stop = clock.now()
             return tensor.detach()
 
-        first = _get_sequence_nr()
-        y = self.forward(around, saved)
+        y = self.forward(x, around, saved)
+        del x
         end = clock.now()
         root = _root(tensors_in(y))
         del y
@@ -247,20 +272,34 @@ class _Bench:
             clock.between(begin_backward, end_backward),
         )
 
+    def stand_ins(self, alone: bool) -> list[Tensor]:
+        """Return what stands in for x's tensors: they themselves without their graph, or copies if the block is alone."""
+        return list(map(_copy if alone else _detached, self.x.tensors))
+
     def forward(
         self,
+        x: list[Tensor],
         around: ModeContext,
         saved: Callable[[Tensor], Tensor],
-        end: Callable[[], None] = lambda: None,
+        note: Callable[[], object] = lambda: None,
     ) -> Any:
-        leaves = list(map(_detached, self.x.tensors))
+        """Execute the block.
+
+        Args:
+            x: Stand-ins for x's tensors.
+            around: What is entered around the block.
+            saved: Is handed what autograd saves, if nothing else is around.
+            note: Called before, and again after, what the block has put into its side inputs is let go.
+        """
         # A mode has hooks of its own, which would hand on what they keep to any around them.
         watched = saved_tensors_hooks(saved, _identity) if around is _PLAIN else around()
         # Those of a region that is running around us must not see this execution.
         with torch.enable_grad(), without_hooks(object):
-            stand_ins = _StandIns(self.modules, self.side, self.new_gradients, end)
+            stand_ins = _StandIns(self.modules, self.side, self.new_gradients, note)
             with watched, _no_hooks_on_tensors():
-                return self.execute(self.x.rebuild(leaves), stand_ins)
+                y = self.execute(self.x.rebuild(x), stand_ins)
+                note()
+                return y
 
     def backward(self, root: Tensor | None, ends: Sequence[GradientEdge]) -> None:
         if root is not None and ends:
@@ -376,7 +415,7 @@ class _StandIns(contextlib.AbstractContextManager[None]):
         modules: Iterable[nn.Module],
         side: SideInputs,
         new_gradients: bool,
-        end: Callable[[], None],
+        end: Callable[[], object],
     ) -> None:
         self.modules, self.side, self.new_gradients, self.end = modules, side, new_gradients, end
         self._stack = contextlib.ExitStack()
@@ -417,6 +456,36 @@ def _detached(tensor: Tensor) -> Tensor:
     alone = tensor.detach().requires_grad_(tensor.requires_grad)
     alone.__dict__.update(tensor.__dict__)
     return alone
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a tensor that nobody else holds, with a graph that does not either, as a result of another block is.
+
+    A leaf, which stays where it is, and what is more than a strided tensor are not copied.
+    """
+    if tensor.is_leaf or not _copyable(tensor):
+        return _detached(tensor)
+    with torch.enable_grad():
+        leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+        copy: Tensor = _Copy.apply(leaf, tensor.detach())  # type: ignore[no-untyped-call]
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
+def _copyable(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+class _Copy(torch.autograd.Function):
+    """Copies a tensor; the gradient goes to a leaf that stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return gradients[0], None
 
 
 _NO_BACKWARD_HOOKS: Final[dict[str, Callable[[], Any]]] = {

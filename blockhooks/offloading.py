@@ -5,9 +5,11 @@ transfer; parameters, and whatever else is going to stay where it is anyway, do 
 
 To the host, from a CUDA device: transfers run on a stream of their own, through pinned memory. Memory is freed, and
 used, on the stream that computes, after that stream was told to wait for the transfer; so it is right with any
-allocator, and what is live does not depend on how far the host is ahead. What the last segment saved is still there
-when the backward begins, and is used as it is. A segment's first tensor that comes back starts the transfer of the
-segment before.
+allocator, and what is live does not depend on how far the host is ahead. A segment's first tensor that comes back
+starts the transfer of the others. Where segments overlap, as for `Offload`, what a segment saved leaves only at the end
+of the next one, which seldom has to wait; what the last one saved is still there when the backward begins, and is used
+as it is; and each brings back the segment before, too. Where they do not, as in a plan, whose bytes must be known
+beforehand, all of a segment has left at its end.
 
 To the disk: each storage is a safetensors file of its own, mapped into memory when it is needed, and gone with the node
 that saved it. The files of a process lie in one directory, which is locked as long as the process lives. A directory
@@ -26,10 +28,11 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +49,9 @@ try:
 except ImportError:  # on Windows
     fcntl = None
 
-__all__ = ["Offloader"]
+__all__ = ["Offloader", "To"]
+
+To = Literal["cpu", "disk"]
 
 
 class Offloader:
@@ -57,15 +62,23 @@ class Offloader:
         min_bytes: Storages smaller than this stay.
         max_bytes: The most bytes that may be away at once; what comes later stays.
         directory: Where to make the files.
+        overlap: Whether the transfers of a segment go on while the next one is executed.
 
     Attributes:
         away: Bytes that are away now.
     """
 
     def __init__(
-        self, to: str, min_bytes: int, max_bytes: int | None, directory: str | Path | None
+        self,
+        to: To,
+        min_bytes: int,
+        max_bytes: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._options = (to, min_bytes, max_bytes, directory)
+        self.overlap = overlap
         self.min_bytes = min_bytes
         self.max_bytes = max_bytes
         self.away = 0
@@ -74,7 +87,7 @@ class Offloader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without what is away: that belongs to graphs which are not copied."""
-        return Offloader, self._options
+        return partial(Offloader, overlap=self.overlap), self._options
 
     @contextlib.contextmanager
     def forward(self, where: str, stay: Iterable[Tensor]) -> Iterator[None]:
@@ -90,14 +103,15 @@ class Offloader:
             yield
             return
         before: _Batch | None = getattr(self._last, "batch", None)
-        batch = self._last.batch = _Batch(before)
+        batch = _Batch(before)
+        if self.overlap:
+            self._last.batch = batch
         forward = _Forward(self, where, _identities(stay), batch)
         with saved_tensors_hooks(forward.pack, _unpack):
             try:
                 yield
             finally:
-                # One segment late, so that computing seldom waits, and the last one stays where it is.
-                for away in before or ():
+                for away in (before if self.overlap else batch) or ():
                     away.leave()
 
     def move(self, data: Tensor, where: str) -> _Away | None:
@@ -118,7 +132,7 @@ class _Batch:
     """What has moved in the forward of one segment. Holds no tensor.
 
     Args:
-        before: The batch of the segment before.
+        before: The batch of the segment before, if they overlap.
     """
 
     def __init__(self, before: _Batch | None = None) -> None:
@@ -139,7 +153,7 @@ class _Batch:
                 yield away
 
     def ask(self) -> None:
-        """Begin to bring back this segment and the one before, once in each backward."""
+        """Begin to bring back this segment, and the one before if they overlap, once in each backward."""
         task = torch._C._current_graph_task_id()
         if task == self._asked:
             return
@@ -354,9 +368,9 @@ class _Disk:
         parent: Where to make it; by default the system's directory for temporary files.
     """
 
-    def __init__(self, parent: str | Path | None) -> None:
+    def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         self._parent = Path(tempfile.gettempdir() if parent is None else parent)
-        self._safetensors = import_extra("safetensors", "offload", "Offload(to='disk')")
+        self._safetensors = import_extra("safetensors", "offload", "offloading to disk")
         self._directory: _Directory | None = None
         self._making = threading.Lock()
 
@@ -385,8 +399,8 @@ class _OnDisk(_Away):
             free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
             raise OffloadError(
                 f"{where}: {data.nbytes} bytes could not be written to {path} ({error.strerror or error}); {free} "
-                "bytes are free there. Make room, choose another place by Offload(directory=...), or move less by "
-                "max_bytes."
+                f"bytes are free there. Make room, choose another place by {_PLACES}, or move less by "
+                "Offload(max_bytes=...)."
             ) from error
 
     def ask(self) -> None:
@@ -407,7 +421,7 @@ class _OnDisk(_Away):
             raise OffloadError(
                 f"{self._where}: a saved tensor was moved to {self._path}, which cannot be read in the backward "
                 f"({getattr(error, 'strerror', None) or error}). Expected the file to be there and unchanged until then; "
-                "keep others (a cleaner of temporary files) from it, or choose another place by Offload(directory=...)."
+                f"keep others (a cleaner of temporary files) from it, or choose another place by {_PLACES}."
             ) from error
         memory.see(data)
         return data.to(self._device)
@@ -418,6 +432,7 @@ class _OnDisk(_Away):
 
 
 _NAME = "saved"
+_PLACES = "Offload(directory=...) or Checkpoint(offload=Path(...))"
 
 
 def _write(path: Path, data: Tensor) -> None:
@@ -450,8 +465,8 @@ class _Directory:
             self.path.mkdir()
         except OSError as error:
             raise OffloadError(
-                f"Offload(to='disk') could not make a directory in {parent} ({error.strerror or error}). Choose "
-                "another place by Offload(directory=...)."
+                f"offloading to disk could not make a directory in {parent} ({error.strerror or error}). Choose "
+                f"another place by {_PLACES}."
             ) from error
         atexit.register(self._remove)
 

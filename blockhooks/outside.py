@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from operator import add, sub
 from typing import Any, Final
@@ -65,6 +66,8 @@ class Gaps:
             it; but it is held where the block is to be executed again.
         needed: Whether the backward needs each block.
         there: Whether each block's part of autograd's graph is there in the backward.
+        alone: What of the hidden state that each block is given nobody holds until the backward but the block.
+        lingering: What of that the model's own code holds for a while when the block is over.
     """
 
     held: tuple[int, ...]
@@ -81,6 +84,8 @@ class Gaps:
     freed: tuple[int, ...]
     needed: tuple[bool, ...]
     there: tuple[bool, ...]
+    alone: tuple[int, ...]
+    lingering: tuple[int, ...]
     tail: int
 
 
@@ -96,6 +101,7 @@ class Outside:
             made in it then. Otherwise, and after the model has returned, a tensor without gradients is taken for
             given: a mask, a target.
         new_gradients: Whether gradients of parameters that have none are counted.
+        moved: Whether blocks let go of the hidden states that they are given, so that only others hold them.
         finished: Called at the end of the backward.
     """
 
@@ -106,19 +112,21 @@ class Outside:
         given: Iterable[int] = (),
         meter: memory.Meter | None = None,
         new_gradients: bool = True,
+        moved: bool = False,
         finished: Callable[[Gaps], None],
     ) -> None:
         self._device, self._given, self._meter = device, set(given), meter
+        self._moved = moved
         self._new_gradients, self._finished = new_gradients, finished
         self._edges: list[int] = []  # autograd's sequence numbers where blocks begin and end
         self._end: int | None = None  # the one where the model has returned
+        self._inputs: list[list[_Mark]] = []  # by block, if it lets go of them
         self._outputs: list[list[_Mark]] = []  # by block
         self._ends: set[int] = set()  # the numbers of the nodes that made them
         self._unsaved: list[int] = []  # by block
         self._placed: list[int] = []  # by block, bytes that it put into its side inputs
-        self._in_forward: list[
-            tuple[int, int]
-        ] = []  # by gap, most bytes in it, and those live at its end
+        # By gap, most bytes in it, those live at its end, and the hidden states that were.
+        self._in_forward: list[tuple[int, int, list[_Mark]]] = []
         self._gap: memory.Meter | None = None
         self._results: list[weakref.ref[Tensor]] = []
         self._marks: dict[int, _Mark] = {}
@@ -140,6 +148,8 @@ class Outside:
         stage = len(self._edges)
         for tensor in x:
             self._hold(tensor, stage, kept=True)
+        keys = storage_keys(x) if self._moved else ()
+        self._inputs.append([self._marks[key] for key in keys if key in self._marks])
         for tensor in side:
             self._hold(tensor, stage)
         for key in storage_keys((*x, *side)):
@@ -199,13 +209,14 @@ class Outside:
         """Note what a gap has held in the forward."""
         meter, gap = self._meter, self._gap
         if meter is None:
-            self._in_forward.append((0, 0))
+            self._in_forward.append((0, 0, []))
             return
         now, most = meter.now, meter.peak
+        inputs = [mark for mark in chain(*self._inputs) if mark() is not None]
         if gap is not None:
             gap.__exit__(None, None, None)
             most, self._gap = now - gap.now + gap.peak, None
-        self._in_forward.append((most, now))
+        self._in_forward.append((most, now, inputs))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -350,7 +361,9 @@ class Outside:
                 carried[mark.stage] += mark.nbytes
                 last[mark.stage] = max(last[mark.stage], mark.stage, *mark.given)
                 self._forget(mark)
-        self._held, self._carried = held[::2], carried[:-1:2]
+        gone = self._weigh_inputs()
+        self._held = list(map(add, held[::2], gone))
+        self._carried = carried[:-1:2]
         self._carried_to = [stage // 2 for stage in last[:-1:2]]
         self._handed_out = handed_out[1::2]
         both = list(map(min, self._unsaved, self._handed_out))
@@ -364,16 +377,39 @@ class Outside:
         carried[1::2] = self._placed
         there = [0, *accumulate(map(add, held, carried))]
         self._passing, self._peaks = [], []
-        for gap, (most, now) in enumerate(self._in_forward):
+        for gap, (most, now, inputs) in enumerate(self._in_forward):
+            # What has gone since then is held where nothing moves.
+            since = [mark for mark in inputs if mark() is None]
+            before = sum(mark.nbytes for mark in since if mark.stage < 2 * gap)
+            now -= sum(mark.nbytes for mark in since)
             self._passing.append(max(now - there[2 * gap + 1], 0))
-            self._peaks.append(max(most - there[2 * gap], 0))
-        self._peaks[-1] = max(self._peaks[-1], self._in_forward[-1][1] + after_model - there[-2])
+            self._peaks.append(max(most - before - there[2 * gap], 0))
+        self._peaks[-1] = max(self._peaks[-1], now + after_model - there[-2])
         self._seen = [0] * len(self._peaks)
 
     def _lost(self, output: _Mark) -> int:
         """Return the bytes of a block's output if nobody holds it, and no other block that is to be gone through."""
         for_others = any(self._there[stage // 2] for stage in output.given)
         return 0 if for_others or self._marks.get(output.key) is output else output.nbytes
+
+    def _weigh_inputs(self) -> list[int]:
+        """Sum up what has gone of the hidden states that blocks were given.
+
+        Returns:
+            Bytes of those that were made in each gap: where nothing moves they are held.
+        """
+        gone = {id(mark): mark for mark in chain(*self._inputs) if mark() is None}
+        times = Counter(map(id, chain(*self._inputs)))
+        self._alone, self._lingering = [], []
+        for marks, (_, _, later) in zip(self._inputs, self._in_forward[1:], strict=True):
+            alone = {id(m): m.nbytes for m in marks if id(m) in gone and times[id(m)] == 1}
+            self._alone.append(sum(alone.values()))
+            self._lingering.append(sum(alone.get(id(mark), 0) for mark in later))
+        in_gaps = [0] * len(self._in_forward)
+        for mark in gone.values():
+            if mark.stage % 2 == 0:
+                in_gaps[mark.stage // 2] += mark.nbytes
+        return in_gaps
 
     def end_backward(self) -> None:
         """Tell what was seen, now that the backward is over."""
@@ -411,6 +447,8 @@ class Outside:
                 freed=tuple(freed),
                 needed=tuple(self._needed),
                 there=tuple(self._there),
+                alone=tuple(self._alone),
+                lingering=tuple(self._lingering),
                 tail=tail - self._dropped[-1],
             )
         )

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from blockhooks import memory
-from blockhooks.costs import BlockCosts, ChainProfile, budget_in_bytes, format_bytes
+from blockhooks.costs import BlockCosts, ChainProfile, ModeCosts, budget_in_bytes, format_bytes
 from blockhooks.errors import BudgetError
-from blockhooks.measuring import ModeContext, measure_block
+from blockhooks.measuring import measure_block
 from blockhooks.outside import Gaps, Outside, storage_keys
 from blockhooks.plan import Mode, Segment, every, tree
 from blockhooks.recompute import as_recompute, can_recompute, is_recomputing
@@ -33,7 +33,7 @@ from blockhooks.solver import Plan, Solver
 from blockhooks.structure import tensors_in
 from blockhooks.survey import survey
 
-__all__ = ["Planner"]
+__all__ = ["Around", "Planner"]
 
 # Stacks and shapes whose plans are remembered; the oldest is forgotten.
 REMEMBERED: Final = 256
@@ -41,6 +41,8 @@ REMEMBERED: Final = 256
 FORWARDS: Final = 2
 
 Factories = Sequence[Callable[[], AbstractContextManager[Any]]]
+Around = Callable[[Run, Segment], AbstractContextManager[Any]]
+"""What is entered around a segment of a run in a mode."""
 Signature = tuple[Any, ...]
 
 
@@ -55,7 +57,8 @@ class _Chain:
         apart: Whether its blocks are called one by one by somebody's own loop, so that a segment is one block.
         costs: What was measured, by block.
         segments: Its part of the plan, once there is one.
-        input: Bytes of the first block's x.
+        inputs: Bytes of each block's x.
+        keeps_output: Blocks of whose output autograd keeps something for the block itself.
         refused: Blocks that could not be executed again when they were to be measured.
         step: The step in which it was last measured.
         forwards: How many forwards were to measure it.
@@ -68,7 +71,8 @@ class _Chain:
     apart: bool
     costs: dict[int, BlockCosts] = field(default_factory=dict)
     segments: tuple[Segment, ...] | None = None
-    input: int = 0
+    inputs: dict[int, int] = field(default_factory=dict)
+    keeps_output: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     step: _Step | None = None
     forwards: int = 0
@@ -149,13 +153,16 @@ class _Step:
         """What the step costs."""
         costs = {chain: chain.evened() for chain in self.chains}
         order, about, gaps = self.order(), self.chains[0].about, self.gaps
-        blocks = [costs[chain][index] for chain, index in order]
+        places = [order.index(call) for call in self.calls]
+        blocks = [
+            _letting_go(costs[chain][index], alone)
+            for (chain, index), alone in zip(order, self._alone(order, places), strict=True)
+        ]
         if gaps is None:  # a loop that is not ours holds its first x
-            starts = {(chain, 0): chain.input for chain in self.chains if chain.apart}
+            starts = {(chain, 0): chain.inputs.get(0, 0) for chain in self.chains if chain.apart}
             held = [starts.get(call, 0) for call in order]
             blocks = [replace(block, gap=gap) for block, gap in zip(blocks, held, strict=True)]
             return ChainProfile(blocks=tuple(blocks), about=about)
-        places = [order.index(call) for call in self.calls]
         for call, place in enumerate(places):
             last = places[gaps.carried_to[call]]
             blocks[place] = replace(_in_its_place(blocks[place], gaps, call), carried_to=last)
@@ -165,6 +172,18 @@ class _Step:
             tail_forward=gaps.tail,
             about=about,
         )
+
+    def _alone(self, order: Sequence[tuple[_Chain, int]], places: Sequence[int]) -> list[int]:
+        """Return the bytes of each block's x that nobody holds if that block does not."""
+        # As long as no backward has told, the first x is held by its caller, and the others by nobody.
+        alone = [chain.inputs[index] if index else 0 for chain, index in order]
+        if self.gaps is not None:
+            for place, nbytes in zip(places, self.gaps.alone, strict=True):
+                alone[place] = nbytes
+        for place, (chain, index) in enumerate(order[:-1], 1):
+            if index in chain.keeps_output:
+                alone[place] = 0
+        return alone
 
     def solve(self, budget: str | int | float) -> None:
         """Plan all stacks together, since their activations are held at the same time.
@@ -218,7 +237,8 @@ class Planner:
     Args:
         memory_budget: See `blockhooks.costs.budget_in_bytes`. Bytes are those of a step's peak: what is allocated on an
             accelerator, what the step itself allocates on a CPU.
-        modes: Modes that a plan may give a block, besides keeping and recomputing it, and what is entered around it.
+        modes: Modes that a plan may give a block, besides keeping and recomputing it, and what is entered around it. With
+            ``"offload"`` among them what waits for the backward of a measuring step is away, too.
         new_gradients: Whether gradients of parameters that have none when a step begins are part of its peak.
 
     Raises:
@@ -228,7 +248,7 @@ class Planner:
     def __init__(
         self,
         memory_budget: str | int | float,
-        modes: Mapping[Mode, ModeContext] | None = None,
+        modes: Mapping[Mode, Around] | None = None,
         *,
         new_gradients: bool = True,
     ) -> None:
@@ -335,6 +355,7 @@ class Planner:
             given=given,
             meter=None if call is None else call.meter,
             new_gradients=self.new_gradients,
+            moved="offload" in self.modes,
             finished=step.saw,
         )
         self._outside = weakref.ref(outside)
@@ -347,6 +368,17 @@ class Planner:
         return torch.accelerator.memory_allocated(device)
 
     # ---- measuring ------------------------------------------------------------------------------------------------
+
+    def around_waiting(self, run: Run, segment: Segment) -> AbstractContextManager[Any]:
+        """Give what is entered around the forward of a segment to be recomputed.
+
+        In a measuring step its input moves away if blocks may: that is seen to be held if somebody else holds it.
+        """
+        if self._measuring and "offload" in self.modes:
+            chain = self._running.get(_blocks(run))
+            if chain is not None and chain.segments is None:
+                return self.modes["offload"](run, segment)
+        return contextlib.nullcontext()
 
     def begin_block(self, run: Run, segment: Segment, x: Hidden) -> Callable[..., None] | None:
         """Begin to measure a block whose region is about to be executed, if that is still to do.
@@ -408,8 +440,7 @@ class Planner:
             outside.measured_block(None)
             return
         self._remember(chain)
-        if index == 0:
-            chain.input = sum(t.nbytes for t in tensors_in(x))
+        chain.inputs[index] = sum(t.nbytes for t in tensors_in(x))
         if segment in run.kept:
             if index not in chain.refused:  # its state may only have changed for the first time
                 chain.refused.add(index)
@@ -423,10 +454,12 @@ class Planner:
                     modules=survey([run.blocks[index]]).modules,
                     side=run,
                     name=run.name(index),
-                    modes=self.modes,
+                    modes={m: partial(around, run, segment) for m, around in self.modes.items()},
                     new_gradients=self.new_gradients,
                 )
             chain.costs[index] = measured.costs
+            if measured.keeps_output:
+                chain.keeps_output.add(index)
             if measured.communicates:
                 chain.communicates = f"{run.name(index)} ({measured.communicates})"
             outside.measured_block(measured.saved, measured.unsaved)
@@ -461,9 +494,12 @@ class Planner:
         lines = [f"memory budget {_tell(self.memory_budget)}"]
         for step in self._steps:
             lines.append(f"{step.about}:")
-            known = sum(len(chain.costs) for chain in step.chains)
-            told = str(step.plan) if step.plan else f"{known} blocks measured so far"
+            costs = [block for chain in step.chains for block in chain.costs.values()]
+            told = str(step.plan) if step.plan else f"{len(costs)} blocks measured so far"
             lines += [f"  {line}" for line in told.splitlines()]
+            moved = any(mode.mode == "offload" for block in costs for mode in block.modes)
+            if "offload" in self.modes and costs and not moved:
+                lines.append("  no block holds less by offloading")
         return "\n".join(lines)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planner:
@@ -500,15 +536,29 @@ def _in_its_place(block: BlockCosts, gaps: Gaps, place: int) -> BlockCosts:
         gap=gap,
         # What takes less than the block itself needs no thought.
         gap_peak=gap_peak if gap or gap_peak > block.forward_peak + passing else 0,
-        modes=tuple(
-            replace(
-                mode,
-                kept=max(mode.kept - kept_too, 0),
-                backward_peak=mode.backward_peak + waiting,
-            )
-            for mode in block.modes
-        ),
+        modes=tuple(_mode_in_its_place(mode, gaps, place) for mode in block.modes),
     )
+
+
+def _mode_in_its_place(mode: ModeCosts, gaps: Gaps, place: int) -> ModeCosts:
+    """Return the costs of a mode in the same way: of what a block hands out, each mode keeps another part."""
+    handed_out, placed = gaps.handed_out[place], gaps.placed[place]
+    unkept = min(mode.unkept or 0, handed_out + placed)
+    kept_too = max(handed_out - unkept, 0)
+    waiting = gaps.waiting[place] + max(gaps.lasting[place] - kept_too, 0)
+    return replace(
+        mode,
+        kept=max(mode.kept - kept_too, 0),
+        backward_peak=mode.backward_peak + waiting,
+        unkept=max(unkept - handed_out, 0),
+        lingering=min(mode.let_go, gaps.lingering[place]),
+    )
+
+
+def _letting_go(block: BlockCosts, most: int) -> BlockCosts:
+    """Return the costs of a block with no more of its input let go than nobody else holds."""
+    modes = (replace(mode, let_go=min(mode.let_go, most)) for mode in block.modes)
+    return replace(block, modes=tuple(modes))
 
 
 def _executing(region: Region, factories: Factories) -> Callable[..., Any]:

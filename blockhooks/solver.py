@@ -225,6 +225,7 @@ class Solver:
         plans = [self.plain, self.plan(first(n)(n))]
         if n <= MAX_DEPTH:
             return [*plans, self.plan(self._least.plan)]
+        plans.append(self.plan(self._moved))
         if self.apart:
             return plans
         sizes = [2**power for power in range(1, n.bit_length())]
@@ -236,6 +237,15 @@ class Solver:
             with contextlib.suppress(PlanError):
                 plans.append(self.plan(function(n)))
         return plans
+
+    @property
+    def _moved(self) -> Segments:
+        """The plan in which each block moves that can, and each other is recomputed by itself."""
+        may = [any(m.mode == "offload" for m in block.modes) for block in self.profile.blocks]
+        return tuple(
+            Segment(index, index + 1, mode="offload" if moves else "recompute")
+            for index, moves in enumerate(may)
+        )
 
     def plan(self, segments: Segments, budget: int | None = None) -> Plan:
         """Return segments with what they cost, in which no block is kept that the backward does not need."""
@@ -372,7 +382,8 @@ class Solver:
     def _lowest(self) -> int:
         """A peak that no plan is below which is looked for."""
         if len(self.profile) > MOST_BLOCKS:
-            return max(block.backward_peak for block in self.profile.blocks)
+            ways = [_ways(block).values() for block in self.profile.blocks]
+            return int(max(min(way.backward_peak for way in of_block) for of_block in ways))
         # By the first, all that a step may hold outside of its blocks is held: some plans hold less.
         return min(self._least.peak, *(plan.peak for plan in self._family))
 
@@ -415,7 +426,9 @@ def _rates(block: BlockCosts) -> Iterator[tuple[float, int]]:
     """Yield the seconds for each byte that a block holds less, and how many it can at this rate, cheapest first."""
     held = _held(block)
     ways = [(held, block.recompute_time)]
-    ways += [(held - block.output - costs.kept, costs.extra) for costs in block.modes]
+    for costs in block.modes:
+        kept, _, _, extra = block.figures(costs.mode)
+        ways.append((held - block.output - kept, extra))
     dropped, spent = 0, 0.0
     while True:
         # The lower convex hull of what can be dropped at what cost.
@@ -535,7 +548,8 @@ def _ways(block: BlockCosts) -> dict[Mode, _Way]:
         again = min(block.recompute_peak, forward_peak)
         input_held = block.freed if mode == "keep" else 0
         ways[mode] = _Way(
-            held=max(kept + block.output, 0),
+            # Only what moves, which it does in no segment, may leave less than there was before.
+            held=max(kept + block.output, -FAR if mode == "offload" else 0),
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             time=block.forward + block.backward + extra,
@@ -555,7 +569,12 @@ def _folded(block: BlockCosts) -> BlockCosts:
         block = replace(block, kept=0, backward_peak=0, freed=0, modes=())
     kept_too, passing = block.placed - block.unkept, block.passing
     modes = (
-        replace(m, kept=max(m.kept - kept_too, 0), forward_peak=m.forward_peak + passing)
+        replace(
+            m,
+            kept=max(m.kept - block.placed + block.unkept_in(m.mode), 0),
+            forward_peak=m.forward_peak + passing,
+            let_go=m.let_go - m.lingering,
+        )
         for m in block.modes
     )
     return replace(
@@ -613,8 +632,10 @@ class _Least:
             for mode in dict.fromkeys(mode for ways in found for mode in ways)
         }
         self.by_block = _by_block(self.ways)
+        # In what is executed again nothing moves.
+        self.inside: list[Mode] = [mode for mode in self.ways if mode != "offload"]
         # A block that is recomputed by itself is recomputed plainly.
-        self.last_modes: list[Mode] = ["keep"] if longest == 1 else list(self.ways)
+        self.last_modes: list[Mode] = ["keep"] if longest == 1 else self.inside
         self.least = np.zeros((self.count, self.count), np.int64)
         for length in range(self.count):
             self._fill(length)
@@ -653,10 +674,17 @@ class _Least:
         found = np.maximum(cuts, inside, out=cuts).min(axis=1)
         # Keep the block s, then the rest.
         rest = least.diagonal(length - 1)[1:]
-        for way in self.ways.values():
+        for mode in self.inside:
+            way = self.ways[mode]
             np.minimum(found, way.leasts(np.array(self.waiting[length:]), rest), out=found)
+        to_end = (self.keeping(mode, starts - 1, self.count - 1) for mode in self.ways)
+        found[-1] = min(found[-1], *to_end)
         found[self.beyond(length)] = FAR
         np.fill_diagonal(least[:, length:], found)
+
+    def modes(self, last: int) -> Iterable[Mode]:
+        """Return the modes in which a block may be kept that is not the last of its part, by that last one."""
+        return self.ways if last == self.count - 1 else self.inside
 
     def keeping(self, mode: Mode, start: int, last: int) -> int:
         """Return what the blocks ``start..last`` take if the first is kept in a mode."""
@@ -683,7 +711,7 @@ class _Least:
         items: list[tuple[Mode, int] | Segment] = []
         while start < last:
             least = self.least[start, last]
-            modes = [mode for mode in self.ways if self.keeping(mode, start, last) == least]
+            modes = [m for m in self.modes(last) if self.keeping(m, start, last) == least]
             if modes:
                 items.append(self.item(modes[0], start))
                 start += 1
@@ -755,7 +783,12 @@ class _Table:
     def _way(self, way: _Way, outputs: Ints) -> _Way:
         """Return a way with memory in slots."""
         return _Way(
-            held=np.maximum(self._rounded(way.held), outputs),
+            # No less than the output, unless the input is let go.
+            held=np.where(
+                way.held < self.exact.outputs,
+                self._rounded(way.held),
+                np.maximum(self._rounded(way.held), outputs),
+            ),
             forward_peak=way.forward_peak / self.unit,
             backward_peak=way.backward_peak / self.unit,
             time=way.time.astype(np.float32),
@@ -775,7 +808,7 @@ class _Table:
             np.add(rest, self.costs[cut, :starts], out=found)
             np.minimum(costs, found, out=costs)
         costs -= forward
-        for mode in self.ways if length else self.exact.last_modes:
+        for mode in self.exact.inside if length else self.exact.last_modes:
             # Keep the block s, then the rest, whose costs contain the forward of s.
             way = self.ways[mode]
             if length:
@@ -811,11 +844,15 @@ class _Table:
                 least = round(way.least(self.waiting[self.end]))
                 if least < len(row):
                     time = np.float32(way.time) - (self.forward[start + 1] - forward)
-                    kept = rest[least - way.held : len(row) - way.held] + time
+                    kept = rest[self._after(self.memory[least:], way)] + time
                     np.minimum(row[least:], kept, out=row[least:])
         shifted, before = self.shifted_to_end[start], self.before[start]
         shifted[:before] = np.inf
         shifted[before:] = row[: len(row) - before]
+
+    def _after(self, slots: Any, way: _Way) -> Any:
+        """Return the slots that are left for what comes after a block; more than before where its input is let go."""
+        return np.clip(slots - way.held, 0, self.slots)
 
     def slot(self, budget: int) -> int:
         """Return a slot at and below which plans keep a budget, as far as rounding goes."""
@@ -869,7 +906,7 @@ class _Table:
                 way = exact.by_block[start][choice]
                 peak = max(peak, held + way.least(exact.waiting[last]))
                 held += way.held
-                slot = max(slot - self.by_block[start][choice].held, 0)
+                slot = int(self._after(slot, self.by_block[start][choice]))
                 start += 1
         ways, free = (self.by_block, slot) if budget is None else (exact.by_block, budget - held)
         fitting = [mode for mode in exact.last_modes if ways[last][mode].last_peak <= free]
@@ -909,11 +946,12 @@ class _Table:
             times[exact.cutting(start, last) > free] = np.inf
         cut = int(times.argmin())
         best, chosen = times[cut], None
-        for mode, way in self.by_block[start].items():
+        for mode in exact.modes(last):
+            way = self.by_block[start][mode]
             in_slots = round(way.least(self.waiting[last])) <= slot
             fits = in_slots if free is None else exact.keeping(mode, start, last) <= free
             if fits:
-                time = rest[max(slot - way.held, 0)] + way.time
+                time = rest[self._after(slot, way)] + way.time
                 time = min(time - (self.forward[start + 1] - forward), NEVER)
                 if time <= best:
                     best, chosen = time, mode
@@ -940,14 +978,14 @@ def _of_blocks(segments: Segments, gaps: Ints) -> Segments:
 
 
 def _merged(items: list[tuple[Mode, int] | Segment]) -> Segments:
-    """Return choices as segments; neighbours that are kept in the same mode are one."""
+    """Return choices as segments; neighbours that are kept in the same mode are one, unless they move."""
     segments: list[Segment] = []
     for item in items:
         if isinstance(item, Segment):
             segments.append(item)
             continue
         mode, index = item
-        if segments and segments[-1].mode == mode:
+        if segments and segments[-1].mode == mode != "offload":
             segments[-1] = Segment(segments[-1].start, index + 1, mode=mode)
         else:
             segments.append(Segment(index, index + 1, mode=mode))

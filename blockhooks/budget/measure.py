@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from blockhooks.estimating import FusedAttention, KnownValues
 from blockhooks.hooks.checkpoint import Checkpoint
 from blockhooks.hooks.rng import RNGSnapshot
 from blockhooks.models import attach
+from blockhooks.offloading import To
 from blockhooks.plan import Segment
 from blockhooks.run import Run
 from blockhooks.structure import capture, contents_of, tensors_in
@@ -29,7 +31,10 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def measure(
-    blocks_or_model: nn.Module | Iterable[Callable[..., Any]], *inputs: Any, **kwargs: Any
+    blocks_or_model: nn.Module | Iterable[Callable[..., Any]],
+    *inputs: Any,
+    offload: To | os.PathLike[str] | None = None,
+    **kwargs: Any,
 ) -> ChainProfile:
     """Measure the blocks of a stack or of a model: seconds and bytes of forward and backward, in each mode.
 
@@ -46,7 +51,8 @@ def measure(
         blocks_or_model: Blocks (a list, an `nn.ModuleList` or an `nn.Sequential`), or a model, whose repeated blocks
             are found as by `attach`.
         *inputs: For blocks, x and the side inputs; for a model, its arguments.
-        **kwargs: The same by keyword.
+        offload: Where blocks may move what they keep, if that is to be measured too: what `Checkpoint` takes.
+        **kwargs: The other inputs, by keyword.
 
     Returns:
         The profile; gradients of parameters are not part of it. The blocks of several stacks of a model follow each other
@@ -55,9 +61,12 @@ def measure(
     Raises:
         AttachError: If a model has no repeated blocks.
         BudgetError: If there is no block, or not every block was called, so that there is no profile; or if an
-            operation needs the values that meta tensors do not have.
+            operation needs the values that meta tensors do not have, or they are to move.
+        HookError: If `offload` is no place.
+        MissingExtraError: If `offload` needs the extra ``offload``, and it is not installed.
+        OffloadError: If a file cannot be written or read.
     """
-    checkpoint = Checkpoint(memory_budget=1.0)
+    checkpoint = Checkpoint(memory_budget=1.0, offload=offload)
     assert checkpoint.planner is not None
     checkpoint.planner.new_gradients = False
     model = isinstance(blocks_or_model, nn.Module) and not isinstance(
@@ -72,7 +81,13 @@ def measure(
     roots = (blocks,) if model else blocks
     untouched = partial(_untouched, roots, inputs, kwargs)
     given: Callable[[_Inputs], contextlib.AbstractContextManager[_Inputs]]
-    given = _on_meta if _any_meta(roots, (inputs, kwargs)) else contextlib.nullcontext
+    on_meta = _any_meta(roots, (inputs, kwargs))
+    if on_meta and offload is not None:
+        raise BudgetError(
+            f"measure(..., offload={offload!r}) was given meta tensors, which have no bytes to move, so that the seconds of "
+            "that are not known; measure them without offload, or a real model."
+        )
+    given = _on_meta if on_meta else contextlib.nullcontext
     for _ in range(
         2
     ):  # what cannot be executed again in its first forward perhaps can in its second

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from blockhooks.errors import HookError, check_count
 from blockhooks.hookspecs import hookimpl
-from blockhooks.offloading import Offloader
+from blockhooks.offloading import Offloader, To
 from blockhooks.plan import Segment
 from blockhooks.recompute import can_recompute
 from blockhooks.run import Run
 
-__all__ = ["Offload", "To"]
-
-To = Literal["cpu", "disk"]
+__all__ = ["Offload"]
 
 
 class Offload:
@@ -65,7 +63,7 @@ class Offload:
                 f"Offload(directory={directory!r}): expected to='disk' with it, found to={to!r}."
             )
         self._to = to
-        self._offloader = Offloader(to, min_bytes, max_bytes, directory)
+        self._offloader = Offloader(to, min_bytes, max_bytes, directory, overlap=True)
 
     @property
     def away(self) -> int:

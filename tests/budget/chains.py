@@ -43,6 +43,26 @@ def random_profile(seed, blocks, *, modes=False, even=False):
     return ChainProfile(blocks=tuple(made), tail=5.0)
 
 
+def with_offload(profile, seed):
+    """The same chain with blocks that may move away, most of them together with the output of the block before."""
+    draw = random.Random(seed)
+    blocks, before = [], 0
+    for block in profile.blocks:
+        kept, back = draw.randint(0, block.kept // 4), block.kept + 2 * block.output
+        moved = ModeCosts(
+            mode="offload",
+            kept=kept,
+            forward_peak=kept + block.output + draw.randint(0, block.kept),
+            backward_peak=back + draw.randint(0, 6),
+            extra=block.forward * draw.choice((0.3, 0.9, 2.0)),
+            let_go=draw.choice((before, before, 0)),
+        )
+        lighter = block.modes if draw.random() < 0.9 else ()
+        blocks.append(replace(block, modes=(*lighter, moved)))
+        before = block.output
+    return replace(profile, blocks=tuple(blocks))
+
+
 def with_gaps(profile, seed, *, before=range(10_000)):
     """The same chain with something held outside of the blocks: in front of some of them, and after the last."""
     draw = random.Random(seed)
@@ -105,7 +125,8 @@ def least_times(profile):
     costs = {}
 
     def shifted(times, nbytes):
-        return np.concatenate([np.full(nbytes, np.inf), times])[: most + 1]
+        times = np.concatenate([np.full(max(nbytes, 0), np.inf), times[max(-nbytes, 0) :]])
+        return np.pad(times[: most + 1], (0, max(-nbytes, 0)), "edge")
 
     def fits(times, nbytes):
         return np.where(np.arange(most + 1) < nbytes, np.inf, times)
@@ -116,6 +137,8 @@ def least_times(profile):
             waiting = blocks[last].gradient if last < len(profile) else 0
             found = []
             for mode in ("keep", *(costs.mode for costs in block.modes)):
+                if mode == "offload" and last < len(profile):
+                    continue  # nothing moves in what is executed again
                 kept, forward_peak, backward_peak, extra = block.figures(mode)
                 time = block.backward + extra
                 if start == last:  # the recompute ends early here

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from blockhooks.budget import ChainProfile, predict
-from blockhooks.costs import BlockCosts, budget_in_bytes, format_bytes, format_table
+from blockhooks.costs import BlockCosts, ModeCosts, budget_in_bytes, format_bytes, format_table
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, every, first, simulate, tree
 from blockhooks.solver import Solver
@@ -78,6 +78,51 @@ def test_what_somebody_else_holds_is_there_beside_what_a_recompute_makes():
     assert predict(profile, (Segment(0, 2, mode="keep"),)).peak == 3 + 20
     assert predict(profile, (Segment(0, 1), Segment(1, 2))).peak == 1 + 5 + 20
     assert Solver(profile, apart=True).floor.peak == 3 + 20
+
+
+MOVED = replace(
+    BLOCK,
+    modes=(
+        ModeCosts(mode="offload", kept=2, forward_peak=12, backward_peak=15, extra=4.0, let_go=1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("modes", "time", "peak"),
+    [
+        # The last block's backward needs 15; of each block before an output (1) and what stays (2) are held, and of
+        # each that moves, the last one too, the input (1) is not.
+        pytest.param("oooo", 36.5 + 4 * 4, 3 * (2 + 1) - 4 + 15, id="all"),
+        # The first block's input was given to the run.
+        pytest.param("kooo", 36.5 + 3 * 4, 11 + 2 * 3 - 3 + 15, id="all but the first"),
+        pytest.param("orrr", 36.5 + 4 + 3 * 2, 2 + 3 - 1 + 15, id="the first"),
+    ],
+)
+def test_what_moves_away_is_held_neither_with_its_input(modes, time, peak):
+    names = {"o": "offload", "k": "keep", "r": "recompute"}
+    segments = [Segment(i, i + 1, mode=names[mode]) for i, mode in enumerate(modes)]
+
+    assert predict(ChainProfile(blocks=(MOVED,) * 4, tail=0.5), segments) == (time, peak)
+
+
+def test_nothing_moves_in_what_is_executed_again():
+    chain, inside = ChainProfile(blocks=(MOVED,) * 4), every(1)(4)
+    moving, keeping = (
+        (Segment(0, 4, (*inside[:2], Segment(2, 4, mode=mode))),) for mode in ("offload", "keep")
+    )
+
+    assert predict(chain, moving) == predict(chain, keeping)
+
+
+def test_an_input_that_the_model_holds_for_a_while_is_let_go_when_the_forward_is_over():
+    moved = replace(MOVED.modes[0], lingering=1)
+    blocks = (replace(MOVED, modes=(moved,)), BLOCK, BLOCK)
+    segments = (Segment(0, 1, mode="offload"), Segment(1, 3, mode="keep"))
+
+    for tail_forward, most in ((14, 3 + 2 * 11 - 1 + 15), (15, 3 + 2 * 11 - 1 + 16)):
+        chain = ChainProfile(blocks=blocks, tail_forward=tail_forward, tail_peak=14)
+        assert predict(chain, segments).peak == most
 
 
 def test_predict_refuses_a_plan_for_other_blocks():

@@ -1,17 +1,25 @@
 """The solver finds the optimum that trying every plan finds, keeps every budget, and is never slower with more."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from math import inf
 
 import pytest
 
 from blockhooks.budget import Plan, predict, solve
-from blockhooks.costs import BlockCosts, ChainProfile
+from blockhooks.costs import BlockCosts, ChainProfile, ModeCosts
 from blockhooks.errors import BudgetError, PlanError
 from blockhooks.plan import Segment, check_plan, every, first
 from blockhooks.solver import Solver
-from tests.budget.chains import all_plans, least_times, random_profile, with_gaps, with_side_inputs
+from tests.budget.chains import (
+    all_plans,
+    least_times,
+    random_profile,
+    with_gaps,
+    with_offload,
+    with_side_inputs,
+)
 
 
 def budgets(profile, count=12):
@@ -68,6 +76,76 @@ def test_a_larger_budget_is_never_slower_and_each_is_kept(blocks, modes):
         assert plan.peak <= budget
         assert (plan.time, plan.peak) == tuple(predict(profile, plan(blocks)))
         assert check_plan(plan(blocks), blocks)
+        assert plan.time <= before
+        before = plan.time
+    assert plan.segments == solver.plain.segments
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_solver_is_as_fast_as_the_optimum_where_blocks_may_move(seed):
+    profile = with_offload(random_profile(seed, 4 + seed, modes=seed % 2 == 1), seed)
+    solver, times, plain = Solver(profile), least_times(profile), profile.plain
+    before = inf
+
+    for budget in range(1, plain.peak + 1, 1 + plain.peak // 200):
+        if times[budget] == inf:
+            with pytest.raises(BudgetError, match="cannot be kept"):
+                solver.solve(budget)
+        else:
+            plan = solver.solve(budget)
+            assert (plan.time, plan.peak) == predict(profile, plan.segments)
+            assert plan.peak <= budget
+            assert times[budget] - 1e-6 <= plan.time <= times[budget] + 0.005 * plain.time
+            assert plan.time <= before
+            before = plan.time
+    assert solver.solve(solver.floor.peak).peak == solver.floor.peak
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_optimum_where_blocks_may_move_is_the_best_of_all_plans(seed):
+    profile = with_offload(random_profile(seed, 4), seed)
+    points = [predict(profile, plan) for plan in all_plans(0, 4, ("keep", "offload"), depth=2)]
+    times = least_times(profile)
+
+    for budget in range(profile.plain.peak + 1):
+        assert times[budget] == pytest.approx(best_of(points, budget))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_may_move_are_planned_around_gaps_and_one_by_one(seed):
+    modes = ("keep", "offload", "recompute")
+    profile = with_gaps(with_offload(random_profile(seed, 6), seed), seed)
+    apart = [
+        tuple(Segment(index, index + 1, mode=mode) for index, mode in enumerate(chosen))
+        for chosen in product(modes, repeat=len(profile))
+    ]
+    assert optimal(Solver(profile, apart=True), apart)
+
+
+@pytest.mark.parametrize("blocks", [24, 60, 300])
+def test_the_floor_of_blocks_that_move_with_their_inputs_is_that_of_one_block(blocks):
+    moved = ModeCosts(mode="offload", kept=0, forward_peak=6, backward_peak=9, extra=5, let_go=2)
+    block = BlockCosts(forward=1, backward=2, output=2, kept=10, backward_peak=12, modes=(moved,))
+    profile = ChainProfile(blocks=(replace(block, modes=()), *(block,) * (blocks - 1)))
+
+    floor = Solver(profile).floor
+    assert floor.peak == max(12, 2 + 9)
+    assert floor.time < Solver(replace(profile, blocks=(block,) * blocks)).floor.time
+    with pytest.raises(BudgetError, match=r"\(12 bytes"):
+        solve(profile, 11)
+
+
+@pytest.mark.parametrize("blocks", [24, 60, 300])
+def test_a_larger_budget_is_never_slower_where_blocks_may_move(blocks):
+    profile = with_offload(random_profile(blocks, blocks, modes=True), blocks)
+    solver, without = Solver(profile), Solver(random_profile(blocks, blocks, modes=True))
+    floor, before = solver.floor.peak, inf
+    assert floor <= without.floor.peak
+
+    for step in range(12):
+        budget = floor + (profile.plain.peak - floor) * step // 11
+        plan = solver.solve(budget)
+        assert plan.peak <= budget
         assert plan.time <= before
         before = plan.time
     assert plan.segments == solver.plain.segments

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from blockhooks import Checkpoint, Segment, apply_blocks, memory, plan
+from blockhooks import Checkpoint, HookChain, Segment, apply_blocks, budget, memory, plan
 from blockhooks.hooks.offload import Offload
 from blockhooks.hooks.selective import Selective
 
@@ -69,6 +69,35 @@ def test_peak_is_that_of_a_few_blocks():
             step(hooks)
         peaks.append(meter.peak)
     assert peaks[1] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("modes", [("offload",), ("keep", "offload"), ("recompute", "offload")])
+def test_a_plan_that_moves_to_the_host_takes_what_it_is_said_to(modes):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(8)).cuda()
+    x = torch.randn(16, 256, WIDTH, device="cuda", requires_grad=True)
+    for tensor in (x, *blocks.parameters()):
+        tensor.grad = torch.zeros_like(tensor)
+    profile = budget.measure(blocks, x, offload="cpu")
+    assert all(block.figures("offload")[0] < 0.1 * block.kept for block in profile.blocks)
+
+    planned = tuple(Segment(i, i + 1, mode=modes[i % len(modes)]) for i in range(8))
+    chain = HookChain([Checkpoint(lambda n: planned)])
+    for _ in range(3):
+        with memory.peak("cuda") as meter:
+            y = apply_blocks(blocks, x, hooks=chain)
+            loss = y.square().mean()
+            del y
+            loss.backward()
+            del loss
+    assert budget.predict(profile, planned).peak == pytest.approx(meter.peak, rel=0.02)
+
+
+def test_a_budget_may_move_to_the_host():
+    expected = step(())
+    chain = HookChain([Checkpoint(memory_budget=0.2, offload="cpu")])
+    for found, value in zip(step(chain), expected, strict=True):
+        assert torch.equal(found, value)
 
 
 def test_transfers_that_are_late_change_nothing():

@@ -488,7 +488,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(
         errors.MissingExtraError,
-        match=r"Offload\(to='disk'\) needs safetensors.*blockhooks\[offload\]",
+        match=r"offloading to disk needs safetensors.*blockhooks\[offload\]",
     ):
         Offload("disk")
 
