@@ -289,7 +289,9 @@ def forget(result: Any) -> None:
     originals: list[torch.UntypedStorage] = []
     with _disable_current_modes(), torch.no_grad():
         results: dict[int, dict[int, torch.Tensor]] = {}
-        for tensor in tree_leaves(result):
+        made = [tensor for tensor in tree_leaves(result) if type(tensor) is torch.Tensor]
+        bases = [tensor._base for tensor in made if tensor._is_view()]  # which a view holds
+        for tensor in (*made, *bases):
             if type(tensor) is torch.Tensor and _has_storage(tensor) and not _is_strange(tensor):
                 key = tensor.untyped_storage()._cdata
                 results.setdefault(key, {})[id(tensor)] = tensor

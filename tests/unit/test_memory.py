@@ -474,3 +474,27 @@ def test_a_mapped_file_is_counted_while_it_lives(tmp_path):
         assert meter.now == 0
     memory.see(torch.zeros(8))
     assert (meter.peak, meter.now) == (4096, 0)
+
+
+def record():
+    """What torch says is allocated already, before a profiler has seen anything."""
+    _, nbytes, total = allocations(lambda: torch.empty(64).sum())[0]
+    return total - nbytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.t().mm(x).t(), lambda x: x.square().sum(0, keepdim=True).view(-1), torch.sin],
+    ids=["transposed", "viewed", "plain"],
+)
+def test_torch_has_no_record_of_what_is_made_under_a_profiler_and_forgotten(make):
+    x = torch.randn(64, 32)
+    before = record()
+    with torch.no_grad(), memory.inside(x.device):
+        made = make(x)
+    expected, version = made.clone(), made._version
+    memory.forget((made,))
+    assert torch.equal(made, expected)
+    assert made._version == version
+    del made
+    assert record() == before
