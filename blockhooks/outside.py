@@ -130,6 +130,9 @@ class Outside:
         self._gap: memory.Meter | None = None
         self._results: list[weakref.ref[Tensor]] = []
         self._marks: dict[int, _Mark] = {}
+        self._passed_on: list[
+            _Mark
+        ] = []  # what has gone of hidden states that autograd does not keep
         self._live = 0
         self._handles: list[Any] = []
         self._nodes: dict[Any, tuple[memory.Meter | None, int]] = {}  # that are being executed
@@ -174,13 +177,18 @@ class Outside:
         self._placed.append(sum(mark.nbytes for mark in placed))
         self._unsaved.append(0)
 
-    def measured_block(self, saved: Iterable[int] | None, unsaved: int = 0) -> None:
+    def measured_block(
+        self, saved: Iterable[int] | None, unsaved: int = 0, *, keeps_output: bool = False
+    ) -> None:
         """Learn more of the block that has just ended.
 
         Args:
             saved: Keys of the storages that it was given and that autograd keeps; None if not known.
             unsaved: Bytes that it put into its side inputs, and that autograd does not keep.
+            keeps_output: Whether autograd keeps what it gives, for the block itself.
         """
+        for mark in self._outputs[-1]:
+            mark.own = keeps_output
         self._unsaved[-1] = min(unsaved, self._placed[-1])
         self._save(self._marks if saved is None else saved)
         if self._meter is not None:
@@ -257,7 +265,7 @@ class Outside:
         mark = self._marks[key] = _Mark(storage, self._freed)
         mark.key, mark.nbytes = key, storage.nbytes()
         mark.stage = stage
-        mark.output = mark.kept = mark.saved = mark.gradient = False
+        mark.output = mark.kept = mark.saved = mark.own = mark.gradient = False
         mark.given, mark.holders = [], []
         self._live += mark.nbytes
         return mark
@@ -265,6 +273,8 @@ class Outside:
     def _freed(self, mark: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(mark, _Mark)
         if self._marks.get(mark.key) is mark:
+            if mark.passed_on:
+                self._passed_on.append(mark)
             self._forget(mark)
 
     def _forget(self, mark: _Mark) -> None:
@@ -348,11 +358,8 @@ class Outside:
         """
         stages = len(self._edges) + 1
         held, handed_out, carried, last = ([0] * stages for _ in range(4))
-        self._passed_on = []
         for mark in list(self._marks.values()):
             used = any(holder() is not None for holder in mark.holders)
-            if mark.kept and not (mark.saved or used) and len(mark.given) == 1:
-                self._passed_on.append(mark)
             if mark.output or (mark.stage % 2 == 0 and (mark.kept or used)):
                 held[mark.stage] += mark.nbytes
             elif used:
@@ -388,17 +395,19 @@ class Outside:
         self._seen = [0] * len(self._peaks)
 
     def _lost(self, output: _Mark) -> int:
-        """Return the bytes of a block's output if nobody holds it, and no other block that is to be gone through."""
+        """Return the bytes of a block's output if nobody holds it: no user, nor a block that is to be gone through."""
         for_others = any(self._there[stage // 2] for stage in output.given)
-        return 0 if for_others or self._marks.get(output.key) is output else output.nbytes
+        held = for_others or output.own or self._marks.get(output.key) is output
+        return 0 if held else output.nbytes
 
     def _weigh_inputs(self) -> list[int]:
         """Sum up what has gone of the hidden states that blocks were given.
 
         Returns:
-            Bytes of those that were made in each gap: where nothing moves they are held.
+            Bytes of those that were made in each gap: where blocks are executed again and nothing moves they are held.
         """
-        gone = {id(mark): mark for mark in chain(*self._inputs) if mark() is None}
+        inputs = chain(*self._inputs, self._passed_on)
+        gone = {id(mark): mark for mark in inputs if mark() is None}
         times = Counter(map(id, chain(*self._inputs)))
         self._alone, self._lingering = [], []
         for marks, (_, _, later) in zip(self._inputs, self._in_forward[1:], strict=True):
@@ -417,8 +426,7 @@ class Outside:
         outlived = [mark for mark in self._marks.values() if not mark.gradient]
         freed = [0] * len(self._outputs)
         for mark in self._passed_on:
-            if self._marks.get(mark.key) is not mark:
-                freed[mark.given[0] // 2] += mark.nbytes
+            freed[mark.given[0] // 2] += mark.nbytes
         lasting = [0] * len(self._outputs)
         for mark in outlived:  # it was there in the backward of all before
             if mark.stage % 2:
@@ -550,6 +558,7 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
         output: Whether it is a block's hidden state.
         kept: Whether it is held in every plan, not only where a block is to be executed again.
         saved: Whether autograd keeps it.
+        own: Whether autograd keeps it for the block that made it.
         gradient: Whether it was made in the backward.
         holders: What holds it among the model's results.
     """
@@ -562,6 +571,7 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
         "key",
         "nbytes",
         "output",
+        "own",
         "saved",
         "stage",
     )
@@ -572,8 +582,14 @@ class _Mark(weakref.ref[torch.UntypedStorage]):
     output: bool
     kept: bool
     saved: bool
+    own: bool
     gradient: bool
     holders: list[weakref.ref[Any]]
+
+    @property
+    def passed_on(self) -> bool:
+        """Whether it is a hidden state that one block was given, and that autograd does not keep."""
+        return self.kept and not (self.saved or self.own) and len(self.given) == 1
 
 
 def _is_alone(tensor: Tensor) -> bool:

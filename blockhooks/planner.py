@@ -437,7 +437,7 @@ class Planner:
         assert chain.step is not None
         chain.step.calls.append((chain, index))
         if index in chain.costs:
-            outside.measured_block(None)
+            outside.measured_block(None, keeps_output=index in chain.keeps_output)
             return
         self._remember(chain)
         chain.inputs[index] = sum(t.nbytes for t in tensors_in(x))
@@ -462,7 +462,9 @@ class Planner:
                 chain.keeps_output.add(index)
             if measured.communicates:
                 chain.communicates = f"{run.name(index)} ({measured.communicates})"
-            outside.measured_block(measured.saved, measured.unsaved)
+            outside.measured_block(
+                measured.saved, measured.unsaved, keeps_output=measured.keeps_output
+            )
         if chain.measured and not chain.apart:
             chain.step.solve(self.memory_budget)
 

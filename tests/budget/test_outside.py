@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from blockhooks import Checkpoint, attach, budget, memory
+from blockhooks import Checkpoint, apply_blocks, attach, budget, memory
 from blockhooks.errors import BudgetError
 from blockhooks.plan import Segment, every
 from tests.models.toys import Block, Loop
@@ -678,3 +678,69 @@ def test_a_side_input_is_held_for_blocks_that_are_given_it(first, second):
             peaks.append(meter.peak)
     assert budget.predict(profile, every(1)(5)).peak == pytest.approx(peaks[0], rel=0.005)
     assert budget.predict(profile, segments).peak == pytest.approx(peaks[1], rel=0.005)
+
+
+class Squashed(nn.Linear):
+    """A block whose result autograd keeps for the block itself."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def test_a_result_that_autograd_keeps_for_its_block_alone_is_held():
+    class Residual(Tailed):
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(self.norm(x))
+
+    model = Residual(n=0)
+    model.layers.extend(Squashed(32, 32) for _ in range(12))
+    plain, *peaks = budgeted(model, budget=1.0)
+    assert max(peaks[1:]) <= plain
+
+
+class Moved(nn.Module):
+    """A block that autograd keeps nothing of."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x + self.by
+
+
+class Looped(Tailed):
+    """Its blocks are run by `apply_blocks`, in which a measuring step recomputes many of them together."""
+
+    hooks = ()
+
+    def forward(self, tokens):
+        x = apply_blocks(self.layers, self.embed(tokens), hooks=self.hooks)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "allowed"),
+    [
+        ([lambda: Block(32), Centred], 0.8),
+        ([Moved, Centred], 0.8),
+        ([lambda: Squashed(32, 32), Moved], 0.8),
+        ([Moved], 1.0),
+    ],
+    ids=["some", "all", "kept by the block before", "nothing at all is kept"],
+)
+def test_inputs_that_autograd_does_not_keep_are_known_in_a_loop_too(kinds, allowed):
+    model = Looped(n=0)
+    model.layers.extend(kind() for _ in range(4) for kind in kinds)
+    plain, expected, _ = step(model, tokens())
+    checkpoint = Checkpoint(memory_budget=allowed)
+    model.hooks = [checkpoint]
+    for _ in range(3):
+        peak, found, _ = step(model, tokens())
+        assert same(found, expected)
+    (plan,) = checkpoint.planner.plans
+    assert plan.plain_peak == pytest.approx(plain, rel=0.005)
+    assert plan.peak == pytest.approx(peak, rel=0.005)
