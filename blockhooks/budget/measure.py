@@ -91,7 +91,12 @@ def measure(
     for _ in range(
         2
     ):  # what cannot be executed again in its first forward perhaps can in its second
-        with untouched(), torch.enable_grad(), given((inputs, kwargs)) as (args, named):
+        with (
+            untouched(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            given((inputs, kwargs)) as (args, named),
+        ):
             if model:
                 with attach(blocks, hooks=checkpoint):
                     root = _root(blocks(*args, **named))

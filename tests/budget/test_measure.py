@@ -30,6 +30,17 @@ def test_measured_blocks_predict_the_peak_of_every_plan():
         assert predict(profile, plan(6)).peak == pytest.approx(step(blocks, x, chain)[0], rel=0.01)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_blocks_are_measured_with_gradients_whether_they_are_enabled_or_not(around):
+    blocks, x = stack(), hidden()
+    expected = measure(blocks, x)
+    with around():
+        found = measure(blocks, x)
+    assert all(block.kept > 0 for block in found.blocks)
+    for block, other in zip(found.blocks, expected.blocks, strict=True):
+        assert block.figures("keep")[:3] == other.figures("keep")[:3]
+
+
 def test_selective_blocks_are_measured_too():
     blocks, x = stack(sizes=(256,) * 4), hidden()
     profile = measure(blocks, x)
