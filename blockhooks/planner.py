@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from blockhooks import memory
 from blockhooks.costs import BlockCosts, ChainProfile, ModeCosts, budget_in_bytes, format_bytes
-from blockhooks.errors import BudgetError
+from blockhooks.errors import BlockhooksWarning, BudgetError
 from blockhooks.measuring import measure_block
 from blockhooks.outside import Gaps, Outside, storage_keys
 from blockhooks.plan import Mode, Segment, every, tree
@@ -258,7 +259,7 @@ class Planner:
         self._chains: dict[Signature, _Chain] = {}
         self._running: dict[Signature, _Chain] = {}
         self._step = _Step()
-        self._measuring = False
+        self._measuring = self._warned = False
         self._call: _ModelCall | None = None
         self._outside: weakref.ref[Outside] | None = None  # the last one that waits for a backward
 
@@ -343,6 +344,8 @@ class Planner:
 
     def _watch(self, step: _Step, device: torch.device) -> Outside:
         """Watch what a step holds outside of its blocks, and no longer what the step before did."""
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled():
+            self._warn_of_casts()
         waiting = None if self._outside is None else self._outside()
         if waiting is not None:
             waiting.stop()
@@ -360,6 +363,19 @@ class Planner:
         )
         self._outside = weakref.ref(outside)
         return outside
+
+    def _warn_of_casts(self) -> None:
+        """Tell once what a budget does not know."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a memory budget ({_tell(self.memory_budget)}) is planned for under autocast, which keeps the weights that "
+                "it has cast to its end: what these take is not known, so that a step may take more than the budget, or a "
+                "budget be refused that could be kept. Give the model the dtype it computes in, look at a step's peak "
+                "(blockhooks.memory.peak) and set the budget by that, or use a plan.",
+                BlockhooksWarning,
+                stacklevel=2,
+            )
 
     def _allocated(self, device: torch.device) -> int:
         """Bytes of a peak that are there before the step: parameters, gradients, what the optimizer holds."""

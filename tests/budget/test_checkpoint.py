@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from blockhooks import Checkpoint, HookChain, Profile, apply_blocks, attach, hookimpl, memory
-from blockhooks.errors import BudgetError, PlanError
+from blockhooks.errors import BlockhooksWarning, BudgetError, PlanError
 
 
 class Block(nn.Module):
@@ -109,11 +109,21 @@ def test_steps_with_and_without_autocast_have_plans_of_their_own():
     checkpoint = Checkpoint(memory_budget=0.5)
     chain = HookChain([checkpoint])
     for enabled in (False, True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False):
             step(blocks, x, chain)
 
     full, half = checkpoint.planner.plans
     assert half.plain_peak < full.plain_peak
+
+
+def test_what_a_budget_does_not_know_of_autocast_is_told_once():
+    blocks, x = stack(), hidden()
+    chain = HookChain([Checkpoint(memory_budget=0.8)])
+    step(blocks, x, chain)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(BlockhooksWarning, match=r"under autocast, which keeps the weights"):
+            step(blocks, x, chain)
+        step(blocks, hidden(rows=48), chain)  # a warning would be an error
 
 
 def test_the_measuring_step_needs_little_memory():
