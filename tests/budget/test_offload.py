@@ -1,9 +1,7 @@
 """What moves away by a plan is counted to the byte, a budget may plan it, and each step is the plain one, bit for bit."""
 
 import copy
-import errno
 import gc
-import os
 import pickle
 import random
 
@@ -28,6 +26,7 @@ from blockhooks.errors import BudgetError, OffloadError
 from blockhooks.plan import Segment, every
 from tests.budget.test_checkpoint import Block, Model, hidden, plain, same, stack, step
 from tests.budget.test_hooked_blocks import step as step_of
+from tests.hooks.test_offload import fill_the_disk
 from tests.models.test_budget import Training
 
 pytest.importorskip("safetensors")
@@ -269,18 +268,9 @@ def test_a_full_disk_while_measuring_is_told_and_the_next_step_is_right(
 ):
     blocks, x = stack(), hidden()
     _, expected = step(blocks, x)
-    write, room = offloading._write, [5]
-
-    def full(path, data):
-        room[0] -= 1
-        if room[0] < 0:
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, data)
-
     chain = HookChain([Checkpoint(memory_budget=0.5, offload=tmp_path)])
     with monkeypatch.context() as patch:
-        patch.setattr(offloading, "_write", full)
+        fill_the_disk(patch, room=5)
         with pytest.raises(OffloadError, match=r"block 0 .* could not be written .*Make room"):
             step(blocks, x, chain)
     assert files(tmp_path) == []

@@ -44,10 +44,8 @@ def test_the_byte_by_byte_optimum_is_the_best_of_all_plans(seed, modes):
         assert times[budget] == pytest.approx(best_of(points, budget))
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
-def test_solver_is_as_fast_as_the_optimum_at_every_budget(seed, modes):
-    profile = random_profile(seed, 5 + seed, modes=modes)
+def as_fast_as_the_optimum(profile):
+    """Assert that at every budget the plan keeps it, and is as fast as the fastest of all plans."""
     solver, times, plain = Solver(profile), least_times(profile), profile.plain
     before = inf
 
@@ -57,10 +55,18 @@ def test_solver_is_as_fast_as_the_optimum_at_every_budget(seed, modes):
                 solver.solve(budget)
         else:
             plan = solver.solve(budget)
+            assert (plan.time, plan.peak) == predict(profile, plan.segments)
             assert plan.peak <= budget
             assert times[budget] - 1e-6 <= plan.time <= times[budget] + 0.005 * plain.time
             assert plan.time <= before
             before = plan.time
+    assert solver.solve(solver.floor.peak).peak == solver.floor.peak
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("modes", [False, True], ids=["kept or recomputed", "with selective"])
+def test_solver_is_as_fast_as_the_optimum_at_every_budget(seed, modes):
+    as_fast_as_the_optimum(random_profile(seed, 5 + seed, modes=modes))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 24, 60])
@@ -83,22 +89,8 @@ def test_a_larger_budget_is_never_slower_and_each_is_kept(blocks, modes):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_solver_is_as_fast_as_the_optimum_where_blocks_may_move(seed):
-    profile = with_offload(random_profile(seed, 4 + seed, modes=seed % 2 == 1), seed)
-    solver, times, plain = Solver(profile), least_times(profile), profile.plain
-    before = inf
-
-    for budget in range(1, plain.peak + 1, 1 + plain.peak // 200):
-        if times[budget] == inf:
-            with pytest.raises(BudgetError, match="cannot be kept"):
-                solver.solve(budget)
-        else:
-            plan = solver.solve(budget)
-            assert (plan.time, plan.peak) == predict(profile, plan.segments)
-            assert plan.peak <= budget
-            assert times[budget] - 1e-6 <= plan.time <= times[budget] + 0.005 * plain.time
-            assert plan.time <= before
-            before = plan.time
-    assert solver.solve(solver.floor.peak).peak == solver.floor.peak
+    profile = random_profile(seed, 4 + seed, modes=seed % 2 == 1)
+    as_fast_as_the_optimum(with_offload(profile, seed))
 
 
 @pytest.mark.parametrize("seed", range(3))

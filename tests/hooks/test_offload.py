@@ -3,6 +3,7 @@
 import copy
 import errno
 import gc
+import itertools
 import os
 import pickle
 import shutil
@@ -351,22 +352,26 @@ def test_a_fork_does_not_remove_its_parents_files(disk, tmp_path):
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_where_it_happens_and_the_next_step_is_right(
-    disk, tmp_path, monkeypatch
-):
-    blocks, x = stack(), leaf(2, 8, WIDTH)
-    write, room = offloading._write, [3]
+def fill_the_disk(patch, room):
+    """Let there be room for so many files more, and for half of the next one."""
+    write, left = offloading._write, itertools.count(room, -1)
 
     def full(path, data):
-        room[0] -= 1
-        if room[0] < 0:
+        if next(left) <= 0:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 
+    patch.setattr(offloading, "_write", full)
+
+
+def test_a_full_disk_is_told_where_it_happens_and_the_next_step_is_right(
+    disk, tmp_path, monkeypatch
+):
+    blocks, x = stack(), leaf(2, 8, WIDTH)
     offload = disk()
     with monkeypatch.context() as patch:
-        patch.setattr(offloading, "_write", full)
+        fill_the_disk(patch, room=3)
         message = r"block 0 \(Block\): \d+ bytes could not be written to .*safetensors \(No space left on device\); \d+"
         with pytest.raises(OffloadError, match=message):
             through(offload)(blocks, x)
